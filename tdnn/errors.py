@@ -1,0 +1,27 @@
+"""The exceptions that tdnn adds to Python's own.
+
+A type stands here only when a caller would catch it apart from its base, or when the base prints
+badly (``KeyError`` shows the ``repr`` of its message). Everything else is a plain ``ValueError``,
+``TypeError`` or ``RuntimeError``.
+"""
+
+__all__ = ["FileFormatError", "LockedError", "MissingKeyError", "SwapError"]
+
+
+class MissingKeyError(KeyError):
+    """A key is not in the tree; the message names the nearest one that is."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class LockedError(RuntimeError):
+    """A locked tree was asked to add, remove, rename or replace an entry."""
+
+
+class SwapError(RuntimeError):
+    """A module cannot take the tree now: another thread holds it, or a batch dim is left over."""
+
+
+class FileFormatError(ValueError):
+    """A file is not one that ``save`` wrote, or it was cut or altered."""

@@ -1,0 +1,25 @@
+"""``TensorDict``: the core and its themes in one class."""
+
+from typing import Any
+
+from tdnn import _pytree
+from tdnn._indexing import Indexing
+from tdnn._pointwise import Pointwise
+from tdnn._repr import Pictures
+from tdnn._shape import Shape
+
+__all__ = ["TensorDict"]
+
+
+class TensorDict(Indexing, Shape, Pointwise, Pictures):
+    """A tree of tensors that behaves like one tensor."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _pytree.register(cls)
+
+
+TensorDict._kind = TensorDict
+_pytree.register(TensorDict)
