@@ -398,12 +398,12 @@ class TensorDictBase:
         return self
 
     def _branch_off(self, way: Path) -> "TensorDictBase":
-        """Make the branches of ``way`` below this node and return the last."""
+        """Return the last branch of ``way`` below this node, making those that are not there."""
         node: TensorDictBase = self
         for step in way:
-            below = node._like({}, node._batch_size, node._names)
-            node._put(step, below)
-            node = cast(TensorDictBase, node._data[step])
+            if step not in node._data:
+                node._put(step, node._like({}, node._batch_size, node._names))
+            node = node._data[step]
         return node
 
     def _refuse_cycle(self, value: "TensorDictBase", key: NestedKey) -> None:

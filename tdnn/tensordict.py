@@ -3,7 +3,11 @@
 from typing import Any
 
 from tdnn import _pytree
+from tdnn._apply import Apply
+from tdnn._copies import Copies
 from tdnn._indexing import Indexing
+from tdnn._lens import Lenses
+from tdnn._mapping import Entries
 from tdnn._pointwise import Pointwise
 from tdnn._repr import Pictures
 from tdnn._shape import Shape
@@ -11,7 +15,7 @@ from tdnn._shape import Shape
 __all__ = ["TensorDict"]
 
 
-class TensorDict(Indexing, Shape, Pointwise, Pictures):
+class TensorDict(Indexing, Entries, Apply, Copies, Lenses, Shape, Pointwise, Pictures):
     """A tree of tensors that behaves like one tensor."""
 
     __slots__ = ()

@@ -1,0 +1,251 @@
+"""A user's function over the leaves."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
+
+import torch
+
+from tdnn._core import IsLeaf, TensorDictBase, _as_device, _as_size
+from tdnn._keys import Path, as_key
+from tdnn.errors import MissingKeyError
+
+__all__ = ["Apply"]
+
+_UNSET: Any = object()
+
+
+class Apply(TensorDictBase):
+    """apply, apply_ and named_apply."""
+
+    __slots__ = ()
+
+    def apply(
+        self,
+        fn: Callable[..., Any],
+        *others: TensorDictBase,
+        batch_size: Sequence[int] | None = None,
+        device: Any = _UNSET,
+        names: Any = _UNSET,
+        inplace: bool = False,
+        default: Any = _UNSET,
+        filter_empty: bool | None = None,
+        propagate_lock: bool = False,
+        call_on_nested: bool = False,
+        is_leaf: IsLeaf | None = None,
+    ) -> Self | None:
+        """Return a tree of ``fn(leaf, *other_leaves)``.
+
+        Args:
+            fn: gives a tensor ``(*B, ...)``, or None to leave the entry out. With no ``others``
+                it is called once for a leaf that stands under several names, and the results
+                are tied as the leaves were.
+            *others: trees with the same keys, paired by name.
+            batch_size: the batch size ``B`` of the result; by default the one of this tree.
+            device: the device of the result, or None for none.
+            names: the names of the batch dims of the result.
+            inplace: copy the results into this tree's leaves, and return this tree.
+            default: passed to ``fn`` for a leaf that one of ``others`` lacks.
+            filter_empty: drop empty branches from the result (True), keep them (False), or drop
+                only those that ``fn`` emptied (None).
+            propagate_lock: lock the result if this tree is locked.
+            call_on_nested: call ``fn`` on the top-level entries, branches included.
+            is_leaf: takes a type; ``fn`` is called on branches of a type for which it is true.
+
+        Returns:
+            A new tree, this tree with ``inplace``, or None if ``fn`` gave None for every leaf
+            (and ``filter_empty`` is not False).
+
+        Raises:
+            MissingKeyError: one of ``others`` lacks a key and there is no ``default``.
+            ValueError: a result does not begin with the batch size.
+
+        Example:
+            >>> TensorDict({"a": {"b": torch.ones(2)}}).apply(lambda leaf: leaf + 1)["a", "b"]
+            tensor([2., 2.])
+        """
+        run = _Run(fn, False, False, default, filter_empty, call_on_nested, is_leaf)
+        run.memo = None if others else {}
+        return self._finish(run, others, batch_size, device, names, inplace, propagate_lock)
+
+    def apply_(self, fn: Callable[..., Any], *others: TensorDictBase, **kwargs: Any) -> Self:
+        """Copy ``fn(leaf, *other_leaves)`` into each leaf; see :meth:`apply`.
+
+        Example:
+            >>> TensorDict({"a": torch.ones(2)}).apply_(lambda leaf: leaf * 3)["a"]
+            tensor([3., 3.])
+        """
+        return cast(Self, self.apply(fn, *others, inplace=True, **kwargs))
+
+    def named_apply(
+        self,
+        fn: Callable[..., Any],
+        *others: TensorDictBase,
+        nested_keys: bool = False,
+        batch_size: Sequence[int] | None = None,
+        device: Any = _UNSET,
+        names: Any = _UNSET,
+        inplace: bool = False,
+        default: Any = _UNSET,
+        filter_empty: bool | None = None,
+        propagate_lock: bool = False,
+        call_on_nested: bool = False,
+        is_leaf: IsLeaf | None = None,
+    ) -> Self | None:
+        """Return a tree of ``fn(key, leaf, *other_leaves)``.
+
+        Args:
+            fn: as in :meth:`apply`, with the key first; called for every name of a tied leaf.
+            *others: as in :meth:`apply`, like the arguments below.
+            nested_keys: give the whole key, a tuple below the top level; otherwise its last part.
+            batch_size: see :meth:`apply`.
+            device: see :meth:`apply`.
+            names: see :meth:`apply`.
+            inplace: see :meth:`apply`.
+            default: see :meth:`apply`.
+            filter_empty: see :meth:`apply`.
+            propagate_lock: see :meth:`apply`.
+            call_on_nested: see :meth:`apply`.
+            is_leaf: see :meth:`apply`.
+
+        Returns:
+            As :meth:`apply`.
+
+        Example:
+            >>> td = TensorDict({"a": {"b": torch.ones(2)}, "c": torch.ones(2)})
+            >>> kept = td.named_apply(lambda key, leaf: leaf if key == "b" else None)
+            >>> list(kept.keys(True, True))
+            [('a', 'b')]
+        """
+        run = _Run(fn, True, nested_keys, default, filter_empty, call_on_nested, is_leaf)
+        return self._finish(run, others, batch_size, device, names, inplace, propagate_lock)
+
+    def _finish(
+        self,
+        run: "_Run",
+        others: tuple[TensorDictBase, ...],
+        batch_size: Sequence[int] | None,
+        device: Any,
+        names: Any,
+        inplace: bool,
+        propagate_lock: bool,
+    ) -> Self | None:
+        for other in others:
+            if not isinstance(other, TensorDictBase):
+                raise TypeError(f"apply pairs this tree with other trees, not {type(other).__name__}")
+        if batch_size is not None:
+            run.batch_size = _as_size(batch_size)
+        if device is not _UNSET:
+            run.device = None if device is None else _as_device(device)
+        if inplace:
+            run.write(self, others)
+            return self
+        result = run.new(self, others, ())
+        if result is None:
+            return None
+        if names is not _UNSET:
+            result.names = names
+        if propagate_lock and self._lock is not None:
+            result.lock_()
+        return cast(Self, result)
+
+
+class _Run:
+    """One call of ``apply``: the function and how to call it."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        named: bool,
+        whole_key: bool,
+        default: Any,
+        filter_empty: bool | None,
+        call_on_nested: bool,
+        is_leaf: IsLeaf | None,
+    ) -> None:
+        self.fn = fn
+        self.named = named
+        self.whole_key = whole_key
+        self.default = default
+        self.filter_empty = filter_empty
+        self.call_on_nested = call_on_nested
+        self.is_leaf = is_leaf
+        self.memo: dict[Any, Any] | None = None
+        self.batch_size: torch.Size | None = None
+        self.device: Any = _UNSET
+
+    def enters(self, value: Any) -> bool:
+        """Return whether ``value`` is a branch to go into, rather than something to call on."""
+        return (
+            isinstance(value, TensorDictBase)
+            and not self.call_on_nested
+            and not (self.is_leaf is not None and self.is_leaf(type(value)))
+        )
+
+    def call(self, path: Path, leaf: Any, rest: list[Any]) -> Any:
+        """Return the function's value for a leaf, from the memo if the leaf was seen."""
+        if self.memo is not None:
+            if leaf not in self.memo:
+                self.memo[leaf] = self.fn(leaf)
+            return self.memo[leaf]
+        if self.named:
+            return self.fn(as_key(path) if self.whole_key else path[-1], leaf, *rest)
+        return self.fn(leaf, *rest)
+
+    def paired(self, path: Path, others: tuple[Any, ...]) -> list[Any]:
+        """Return what stands at the last step of ``path`` in each of the other trees."""
+        key, found = path[-1], []
+        for other in others:
+            data = other._data if isinstance(other, TensorDictBase) else {}
+            if key in data:
+                found.append(data[key])
+            elif self.default is _UNSET:
+                raise MissingKeyError(
+                    f"{as_key(path)!r} is missing in one of the other trees; "
+                    "pass default= to call the function with that"
+                )
+            else:
+                found.append(self.default)
+        return found
+
+    def new(
+        self, node: TensorDictBase, others: tuple[Any, ...], above: Path
+    ) -> TensorDictBase | None:
+        """Return the tree of results, or None if it is to be left out."""
+        size = node._batch_size if self.batch_size is None else self.batch_size
+        names = node._names if self.batch_size is None else None
+        result = node._like({}, size, names)
+        if self.device is not _UNSET:
+            result._device = self.device
+        for key, value in node._data.items():
+            path = (*above, key)
+            rest = self.paired(path, others)
+            if self.enters(value):
+                below = self.new(value, tuple(rest), path)
+                if below is not None:
+                    result._data[key] = below
+                continue
+            given = self.call(path, value, rest)
+            if given is not None:
+                result._data[key] = result._admit(given, as_key(path))
+        emptied = not result._data and (bool(node._data) or self.filter_empty is True)
+        return None if emptied and self.filter_empty is not False else result
+
+    def write(self, node: TensorDictBase, others: tuple[Any, ...]) -> None:
+        """Copy the results into the leaves of ``node``, once all of them are known and fit."""
+        pairs: list[tuple[Any, Any]] = []
+        self._gather(node, others, (), pairs)
+        for leaf, value in pairs:
+            leaf.copy_(value)
+
+    def _gather(
+        self, node: TensorDictBase, others: tuple[Any, ...], above: Path, pairs: list[Any]
+    ) -> None:
+        for key, value in node._data.items():
+            path = (*above, key)
+            rest = self.paired(path, others)
+            if self.enters(value):
+                self._gather(value, tuple(rest), path, pairs)
+                continue
+            given = self.call(path, value, rest)
+            if given is not None and given is not value:
+                pairs += node._copies(as_key(path), value, given)

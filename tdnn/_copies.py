@@ -1,0 +1,230 @@
+"""The same tree over other tensors: clone, detach, cast, move, and gradient flags."""
+
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from tdnn._core import TensorDictBase, _as_device, _itself
+
+__all__ = ["Copies"]
+
+
+class Copies(TensorDictBase):
+    """clone, copy, detach, data, grad, to and the dtype casts, requires_grad_, zero_."""
+
+    __slots__ = ()
+
+    def clone(self, recurse: bool = True) -> Self:
+        """Return an unlocked copy.
+
+        Args:
+            recurse: copy the tensors too (differentiably, as ``Tensor.clone``); otherwise only
+                the nodes are new. A tensor under two names is copied once and stays tied.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(3)}, [3])
+            >>> td.clone()["a"] is td["a"], td.clone(False)["a"] is td["a"]
+            (False, True)
+        """
+        return self._rebuild(Tensor.clone if recurse else _itself, self._batch_size, self._names)
+
+    def copy(self) -> Self:
+        """Return new nodes over the same tensors; the same as ``clone(False)``.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(3)}, [3])
+            >>> td.copy()["a"] is td["a"]
+            True
+        """
+        return self.clone(False)
+
+    __copy__ = copy
+
+    def detach(self) -> Self:
+        """Return a tree of views that do not carry gradients.
+
+        Example:
+            >>> TensorDict({"a": torch.ones(3, requires_grad=True)}).detach()["a"].requires_grad
+            False
+        """
+        return self._rebuild(Tensor.detach, self._batch_size, self._names)
+
+    @property
+    def data(self) -> Self:
+        """A tree of the tensors' ``.data``: views outside autograd; a tie stays one tensor."""
+        return self._rebuild(_data_of, self._batch_size, self._names)
+
+    @property
+    def grad(self) -> Self:
+        """A tree of the tensors' ``.grad``, without the leaves that have none."""
+        found = cast(Any, self)._shallow_copy()
+        for path, leaf in self._leaves():
+            if leaf.grad is None:
+                del found[path]
+            else:
+                found.set(path, leaf.grad)
+        return cast(Self, found)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any leaf requires a gradient."""
+        return any(leaf.requires_grad for _, leaf in self._leaves())
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set the flag on every leaf that can have a gradient (float and complex), in place.
+
+        Example:
+            >>> td = TensorDict({"w": torch.ones(2), "step": 0}).requires_grad_()
+            >>> td["w"].requires_grad, td["step"].requires_grad
+            (True, False)
+        """
+        for _, leaf in self._leaves():
+            if leaf.is_floating_point() or leaf.is_complex():
+                leaf.requires_grad_(requires_grad)
+        return self
+
+    def zero_(self) -> Self:
+        """Fill every leaf with zeros in place.
+
+        Example:
+            >>> TensorDict({"a": torch.ones(2)}).zero_()["a"]
+            tensor([0., 0.])
+        """
+        for _, leaf in self._leaves():
+            leaf.zero_()
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> Self:
+        """Clear the gradient of every leaf.
+
+        Args:
+            set_to_none: drop the gradient tensors; otherwise fill them with zeros.
+
+        Example:
+            >>> td = TensorDict({"w": torch.ones(2, requires_grad=True)})
+            >>> td["w"].sum().backward()
+            >>> td.zero_grad()["w"].grad is None
+            True
+        """
+        for _, leaf in self._leaves():
+            if set_to_none:
+                leaf.grad = None
+            elif leaf.grad is not None:
+                leaf.grad.detach_().zero_()
+        return self
+
+    def to(
+        self,
+        *args: Any,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> Self:
+        """Return the tree on another device, with another dtype, or both.
+
+        Args:
+            *args: in any order a device, a dtype, or a tensor or tree to take them from.
+            device: the device, which also becomes the one of the tree.
+            dtype: cast every leaf to it.
+            non_blocking: let copies from pinned memory run behind.
+
+        Returns:
+            A new unlocked tree; the tree itself if it is there already. Leaves that need no
+            change are not copied.
+
+        Raises:
+            TypeError: an argument is of another kind.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(3)}, [3]).to("cpu", torch.float64)
+            >>> td.device, td["a"].dtype
+            (device(type='cpu'), torch.float64)
+        """
+        for arg in args:
+            if isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, str | int | torch.device) and not isinstance(arg, bool):
+                device = arg
+            elif isinstance(arg, Tensor):
+                device, dtype = arg.device, arg.dtype
+            elif isinstance(arg, TensorDictBase):
+                device = arg.device
+            else:
+                raise TypeError(f"to() takes a device, a dtype, a tensor or a tree, not {arg!r}")
+        place = self._device if device is None else _as_device(device)
+        if dtype is None and place == self._device:
+            return self
+        moved = self._rebuild(
+            lambda leaf: leaf.to(place, dtype, non_blocking), self._batch_size, self._names
+        )
+        moved._settle(place)
+        return moved
+
+    def _settle(self, device: torch.device | None) -> None:
+        """Declare the device here and below; the leaves are there already."""
+        self._device = device
+        for branch in self._branches():
+            cast(Copies, branch)._settle(device)
+
+    def cpu(self) -> Self:
+        """Return the tree in CPU memory.
+
+        Example:
+            >>> TensorDict({"a": 1}).cpu().device
+            device(type='cpu')
+        """
+        return self.to("cpu")
+
+    def cuda(self, device: int | None = None) -> Self:
+        """Return the tree on a CUDA device, by default the current one."""
+        return self.to("cuda" if device is None else f"cuda:{device}")
+
+    def float(self) -> Self:
+        """Return the tree with every leaf as float32.
+
+        Example:
+            >>> TensorDict({"a": 1}).float()["a"]
+            tensor(1.)
+        """
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """Return the tree with every leaf as float64.
+
+        Example:
+            >>> TensorDict({"a": 1}).double()["a"].dtype
+            torch.float64
+        """
+        return self.to(torch.float64)
+
+    def half(self) -> Self:
+        """Return the tree with every leaf as float16.
+
+        Example:
+            >>> TensorDict({"a": 1}).half()["a"].dtype
+            torch.float16
+        """
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Self:
+        """Return the tree with every leaf as bfloat16.
+
+        Example:
+            >>> TensorDict({"a": 1}).bfloat16()["a"].dtype
+            torch.bfloat16
+        """
+        return self.to(torch.bfloat16)
+
+    def int(self) -> Self:
+        """Return the tree with every leaf as int32.
+
+        Example:
+            >>> TensorDict({"a": 1.5}).int()["a"]
+            tensor(1, dtype=torch.int32)
+        """
+        return self.to(torch.int32)
+
+
+def _data_of(leaf: Tensor) -> Tensor:
+    return leaf.data

@@ -1,0 +1,228 @@
+"""Call a function on a tree with plain tensors instead, by position or by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, overload
+
+import torch
+
+from tdnn._core import TensorDictBase
+from tdnn._keys import NestedKey, as_path, hint, listing, unravel_key_list
+from tdnn.errors import MissingKeyError
+from tdnn.nn._faults import Told, title, wish
+from tdnn.tensordict import TensorDict
+
+__all__ = ["dispatch"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Keys = str | Sequence[NestedKey]
+
+
+@overload
+def dispatch(separator: F) -> F: ...
+
+
+@overload
+def dispatch(
+    separator: str = "_",
+    source: Keys = "in_keys",
+    dest: Keys = "out_keys",
+    auto_batch_size: bool = True,
+) -> Callable[[F], F]: ...
+
+
+def dispatch(
+    separator: Any = "_",
+    source: Keys = "in_keys",
+    dest: Keys = "out_keys",
+    auto_batch_size: bool = True,
+) -> Any:
+    """Let a function on a tree also be called with tensors, by position, by name or both.
+
+    The tensors are put into a new tree at the ``source`` keys, the function runs on it, and the
+    entries at the ``dest`` keys of what it returns are the result: one tensor for one key,
+    otherwise a tuple in the order of the keys, without ``"_"``. A call with a tree goes to the
+    function as it is: as the first argument, or under the name ``tensordict`` unless an input has
+    that name. A keyword that names no input is passed on to the function.
+
+    Use it bare (``@dispatch``) or with arguments (``@dispatch(source=["a"], dest=["b"])``), on a
+    method or, if both lists are given, on a plain function.
+
+    Args:
+        separator: joins the parts of a nested key into the name of a keyword argument.
+        source: the input keys, or the name of the attribute that holds them.
+        dest: the output keys, or the name of the attribute that holds them.
+        auto_batch_size: the tree's batch size is the longest beginning that the shapes of all
+            inputs share; otherwise it has no batch dims.
+
+    Returns:
+        The decorated function. It holds the tensors that it is given, without copies.
+
+    Raises:
+        TypeError: on decoration, the first argument (after ``self``) is not named ``tensordict``;
+            in a call, an input is forgotten, given twice or surplus.
+        MissingKeyError: in a call, the function wrote no entry at one of ``dest``.
+
+    Example:
+        >>> class Shift(nn.Module):
+        ...     in_keys, out_keys = ["a", ("by", "x")], ["b"]
+        ...
+        ...     @dispatch
+        ...     def forward(self, tensordict):
+        ...         return tensordict.set("b", tensordict.get("a") + tensordict.get(("by", "x")))
+        >>> Shift()(torch.zeros(2), by_x=torch.ones(2))
+        tensor([1., 1.])
+    """
+    if callable(separator):
+        return _decorate(separator, _Form("_", source, dest, auto_batch_size))
+    form = _Form(separator, source, dest, auto_batch_size)
+    return lambda func: _decorate(func, form)
+
+
+def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
+    names = list(signature(func).parameters)
+    if names[:1] == ["tensordict"]:
+        if isinstance(form.source, str) or isinstance(form.dest, str):
+            raise TypeError(
+                f"dispatch: {func.__qualname__} is no method, so it has no attributes to read "
+                "keys from; give source=[...] and dest=[...]"
+            )
+
+        @wraps(func)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if _is_direct(form.source, args, kwargs):
+                return func(*args, **kwargs)
+            tree = form.gather(func, form.source, args, kwargs)
+            return form.results(func, form.dest, func(tree, **kwargs))
+
+        return function
+    if names[1:2] != ["tensordict"]:
+        raise TypeError(
+            f"dispatch: the first argument of {func.__qualname__} (after self) must be named "
+            f"'tensordict', found {names}"
+        )
+
+    @wraps(func)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Benchmark test_tdmodule: a call with a tree costs one test here.
+        if args and isinstance(args[0], TensorDictBase):
+            return func(self, *args, **kwargs)
+        source = form.source if type(form.source) is not str else getattr(self, form.source)
+        if _is_direct(source, args, kwargs):
+            return func(self, **kwargs)
+        tree = form.gather(self, source, args, kwargs)
+        out = func(self, tree, **kwargs)
+        dest = form.dest if type(form.dest) is not str else getattr(self, form.dest)
+        return form.results(self, dest, out)
+
+    return method
+
+
+def _is_direct(source: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the call is given its tree."""
+    if args:
+        return isinstance(args[0], TensorDictBase)
+    return isinstance(kwargs.get("tensordict"), TensorDictBase) and "tensordict" not in source
+
+
+class _Form:
+    """How the arguments of a call become a tree, and the tree that comes back its result."""
+
+    __slots__ = ("auto_batch_size", "dest", "separator", "source")
+
+    def __init__(self, separator: str, source: Keys, dest: Keys, auto_batch_size: bool) -> None:
+        if not isinstance(separator, str):
+            raise TypeError(f"dispatch: the separator is a str, not {separator!r}")
+        self.separator = separator
+        self.source = source if isinstance(source, str) else unravel_key_list(source)
+        self.dest = dest if isinstance(dest, str) else unravel_key_list(dest)
+        self.auto_batch_size = auto_batch_size
+
+    def gather(
+        self, owner: object, source: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> TensorDict:
+        """Return the tree of the inputs, and take those that have a name out of ``kwargs``."""
+        given: dict[NestedKey, Any] = {}
+        twice: list[str] = []
+        forgotten: list[str] = []
+        place = 0
+        named = self._names(source)
+        for name, key in named.items():
+            if place < len(args):
+                given[key] = args[place]
+                place += 1
+                if name in kwargs:
+                    twice.append(name)
+            elif name in kwargs:
+                given[key] = kwargs.pop(name)
+            else:
+                forgotten.append(name)
+        optional = getattr(owner, "_optional_inputs", False)
+        if twice or place < len(args) or (forgotten and not optional):
+            raise self._misfit(owner, source, twice, len(args) - place, forgotten, kwargs)
+        if optional:
+            given = {key: value for key, value in given.items() if value is not None}
+        return TensorDict(given, _shared(given.values()) if self.auto_batch_size else None)
+
+    def _names(self, source: Keys) -> dict[str, NestedKey]:
+        """Return each input's name as an argument with its key, once for each input."""
+        join = self.separator.join
+        named: dict[str, NestedKey] = {}
+        for key in source:
+            name = key if type(key) is str else join(as_path(key))
+            if named.setdefault(name, key) != key:
+                raise TypeError(
+                    f"dispatch: {named[name]!r} and {key!r} are both named {name!r}; "
+                    "choose another separator, or call with a tree"
+                )
+        return named
+
+    def _misfit(
+        self,
+        owner: object,
+        source: Keys,
+        twice: list[str],
+        surplus: int,
+        forgotten: list[str],
+        kwargs: Mapping[str, Any],
+    ) -> TypeError:
+        """Return the error for arguments that do not fit the inputs, with all faults."""
+        faults = []
+        if forgotten:
+            near = ", ".join([f"{name!r}{hint(name, kwargs)}" for name in forgotten])
+            faults.append(f"no argument for {near}")
+        if twice:
+            faults.append(f"by position and by name too: {listing(twice)}")
+        if surplus:
+            faults.append(f"{surplus} positional argument{'s' * (surplus > 1)} too many")
+        names = listing(self._names(source))
+        return TypeError(Told(f"{title(owner)} takes a tree, or {names}: {'; '.join(faults)}"))
+
+    def results(self, owner: object, dest: Keys, out: Any) -> Any:
+        """Return the entries at ``dest``: one alone, several as a tuple."""
+        if not isinstance(out, TensorDictBase):
+            raise TypeError(
+                Told(f"{title(owner)} must return a tree, but it returned {type(out).__name__}")
+            )
+        found = []
+        for key in dest:
+            if key == "_":
+                continue
+            value = out.get(key, self)
+            if value is self:
+                raise MissingKeyError(
+                    Told(f"{title(owner)} wrote no {key!r} to the tree that it returned"
+                         f"{wish(key, out)}")
+                )
+            found.append(value)
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def _shared(values: Any) -> torch.Size:
+    """Return the longest beginning that all the shapes share."""
+    shapes = [tuple(getattr(value, "shape", ())) for value in values]
+    depth = min([len(shape) for shape in shapes], default=0)
+    while any(shape[:depth] != shapes[0][:depth] for shape in shapes):
+        depth -= 1
+    return torch.Size(shapes[0][:depth]) if shapes else torch.Size(())
