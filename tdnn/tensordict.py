@@ -11,11 +11,12 @@ from tdnn._mapping import Entries
 from tdnn._pointwise import Pointwise
 from tdnn._repr import Pictures
 from tdnn._shape import Shape
+from tdnn.io.safetensors import Disk
 
 __all__ = ["TensorDict"]
 
 
-class TensorDict(Indexing, Entries, Apply, Copies, Lenses, Shape, Pointwise, Pictures):
+class TensorDict(Indexing, Entries, Apply, Copies, Lenses, Shape, Pointwise, Pictures, Disk):
     """A tree of tensors that behaves like one tensor."""
 
     __slots__ = ()

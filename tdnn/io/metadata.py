@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tdnn._core import TensorDictBase
-from tdnn._keys import Path, as_key
+from tdnn._keys import Path, as_key, listing
 from tdnn.errors import FileFormatError
 
 __all__ = ["Row", "describe", "grow", "misfits"]
@@ -123,7 +123,7 @@ def grow(
             home._data[key] = _leaf(tensors, what, home._batch_size)
             used.add(what)
     if unused := tensors.keys() - used:
-        raise FileFormatError(f"no leaf of its tree uses the tensors {sorted(unused)}")
+        raise FileFormatError(f"no leaf of its tree uses the tensors {listing(sorted(unused))}")
     return stack[0]
 
 
