@@ -103,6 +103,13 @@ def missing_inputs(
     )
 
 
+def lost_outputs(who: str, keys: Sequence[NestedKey], tree: TensorDictBase) -> MissingKeyError:
+    """Return the error for outputs that a module should have written and did not."""
+    there = [as_key(path) for path, _ in tree._leaves()]
+    gone = ", ".join([f"{key!r}{wish(key, tree)}" for key in keys])
+    return MissingKeyError(Told(f"{who} did not write {gone}; it returned {listing(there)}"))
+
+
 def wish(key: NestedKey, tree: TensorDictBase) -> str:
     """Return ``" (did you mean 'obs'?)"`` for the entry nearest to a key that is not there.
 

@@ -9,8 +9,7 @@ import torch
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, as_path, hint, listing, unravel_key_list
-from tdnn.errors import MissingKeyError
-from tdnn.nn._faults import Told, title, wish
+from tdnn.nn._faults import Told, lost_outputs, title
 from tdnn.tensordict import TensorDict
 
 __all__ = ["dispatch"]
@@ -205,18 +204,12 @@ class _Form:
             raise TypeError(
                 Told(f"{title(owner)} must return a tree, but it returned {type(out).__name__}")
             )
-        found = []
-        for key in dest:
-            if key == "_":
-                continue
-            value = out.get(key, self)
+        values = [out.get(key, self) for key in dest if key != "_"]
+        for value in values:
             if value is self:
-                raise MissingKeyError(
-                    Told(f"{title(owner)} wrote no {key!r} to the tree that it returned"
-                         f"{wish(key, out)}")
-                )
-            found.append(value)
-        return found[0] if len(found) == 1 else tuple(found)
+                missing = [key for key in dest if key != "_" and key not in out]
+                raise lost_outputs(title(owner), missing, out)
+        return values[0] if len(values) == 1 else tuple(values)
 
 
 def _shared(values: Any) -> torch.Size:
