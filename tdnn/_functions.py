@@ -1,0 +1,179 @@
+"""torch's functions on trees: ``torch.stack``, ``torch.zeros_like``, and their kin.
+
+``TensorDict.__torch_function__`` looks the function up in one table. Most lead to the method of
+the same name. What is not in the table is refused: a function that is right for every leaf may be
+wrong for the tree, so the user says ``td.apply(fn)``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdnn._core import TensorDictBase, _as_device
+from tdnn._dims import Tree
+from tdnn._indexing import where
+from tdnn._pieces import cat, stack
+
+__all__ = ["call"]
+
+
+def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Call torch's ``func`` with a tree among its arguments.
+
+    Raises:
+        TypeError: ``func`` is not one that knows trees.
+
+    Example:
+        >>> torch.flip(TensorDict({"a": torch.arange(3)}, [3]), (0,))["a"]
+        tensor([2, 1, 0])
+        >>> torch.relu(TensorDict({"a": torch.arange(3)}, [3]))
+        Traceback (most recent call last):
+        ...
+        TypeError: torch.relu does not take a tree; use td.apply(torch.relu) to call it ...
+    """
+    known = TABLE.get(func)
+    if known is None:
+        # For an operator (tensor + tree) this makes Python ask the tree's __radd__ next.
+        name = _name(func)
+        raise TypeError(
+            f"{name} does not take a tree; use td.apply({name}) to call it on every leaf"
+        )
+    return known(*args, **(kwargs or {}))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", None) or repr(func)
+    owner = getattr(func, "__objclass__", None)
+    if owner is not None:  # a method or an operator of Tensor
+        return f"torch.Tensor.{name}"
+    return f"torch.{name}" if getattr(torch, name, None) is func else name
+
+
+# -- functions that build like trees ---------------------------------------------------------
+
+
+def _like(func: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return ``func``, which makes a tensor like a tensor, for trees."""
+
+    def build(input: Tree, *args: Any, device: Any = None, **kwargs: Any) -> Tree:
+        if device is None:
+            made = input._rebuild(
+                lambda leaf: func(leaf, *args, **kwargs), input._batch_size, input._names
+            )
+        else:
+            made = input._rebuild(
+                lambda leaf: func(leaf, *args, device=device, **kwargs),
+                input._batch_size,
+                input._names,
+            )
+            _move(made, _as_device(device))
+        return made
+
+    return build
+
+
+def _move(node: TensorDictBase, device: torch.device) -> None:
+    """Declare the device of the leaves of a new tree."""
+    node._device = device
+    for branch in node._branches():
+        _move(branch, device)
+
+
+# -- comparisons -----------------------------------------------------------------------------
+
+
+def _equal(input: Any, other: Any) -> bool:
+    """Return whether two trees have the same keys, batch size and values."""
+    if not isinstance(input, TensorDictBase) or not isinstance(other, TensorDictBase):
+        return False
+    if input._batch_size != other._batch_size or input._data.keys() != other._data.keys():
+        return False
+    for key, mine in input._data.items():
+        theirs = other._data[key]
+        if isinstance(mine, TensorDictBase) or isinstance(theirs, TensorDictBase):
+            if not _equal(mine, theirs):
+                return False
+        elif not torch.equal(mine, theirs):
+            return False
+    return True
+
+
+def _allclose(input: TensorDictBase, other: TensorDictBase, *args: Any, **kwargs: Any) -> bool:
+    """Return whether all leaves are close; trees with other keys are an error, as shapes are."""
+    close: list[bool] = []
+
+    def compare(mine: Tensor, theirs: Tensor) -> Tensor:
+        close.append(torch.allclose(mine, theirs, *args, **kwargs))
+        return mine
+
+    input._zip(compare, other)
+    return all(close)
+
+
+# -- methods ---------------------------------------------------------------------------------
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Return a function that calls a method of its first argument, which torch calls ``input``."""
+
+    def call_method(input: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(input, name)(*args, **kwargs)
+
+    return call_method
+
+
+def _unflatten(input: Any, dim: int, sizes: Sequence[int]) -> Any:
+    return input.unflatten(dim, sizes)
+
+
+def _gather(
+    input: Any, dim: int, index: Tensor, *, sparse_grad: bool = False, out: Any = None
+) -> Any:
+    return input.gather(dim, index, out)
+
+
+def _where(condition: Any, input: Any, other: Any) -> Any:
+    return where(condition, input, other)
+
+
+def _cat(tensors: Any, dim: int = 0, *, out: Any = None) -> Any:
+    return cat(tensors, dim, out=out)
+
+
+def _stack(tensors: Any, dim: int = 0, *, out: Any = None) -> Any:
+    return stack(tensors, dim, out=out)
+
+
+_METHODS = (
+    "chunk",
+    "clone",
+    "flatten",
+    "flip",
+    "movedim",
+    "permute",
+    "repeat_interleave",
+    "reshape",
+    "roll",
+    "split",
+    "squeeze",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+)
+_LIKES = ("empty", "full", "ones", "rand", "randn", "zeros")
+
+TABLE: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.concat: _cat,
+    torch.concatenate: _cat,
+    torch.where: _where,
+    torch.gather: _gather,
+    torch.unflatten: _unflatten,
+    torch.equal: _equal,
+    torch.allclose: _allclose,
+    **{getattr(torch, name): _method(name) for name in _METHODS},
+    **{getattr(torch, f"{name}_like"): _like(getattr(torch, f"{name}_like")) for name in _LIKES},
+}
