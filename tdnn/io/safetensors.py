@@ -183,7 +183,7 @@ def _tensors(tree: TensorDictBase, path: str) -> tuple[dict[str, Tensor], list[s
     """
     leaves = tree._leaves()
     faults = [f"{as_key(at)!r} {why}" for at, leaf in leaves if (why := _fault(leaf))]
-    faults += misfits(tree)
+    faults = faults or misfits(tree)
     if faults:
         raise ValueError(
             f"cannot save {path!r}, because these leaves would not come back: {'; '.join(faults)}"
