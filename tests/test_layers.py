@@ -16,7 +16,9 @@ PACKAGE = Path(tdnn.__file__).parent
 LAYERS = [
     "errors _keys",
     "_core",
-    "_operands _pytree",
+    "_columns _pytree",
+    "_combine",
+    "_operators",
     "_mapping _apply _copies _indexing _shape _pointwise _reduce _lens _swap _repr",
     "io.metadata",
     "io.safetensors",

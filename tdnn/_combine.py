@@ -1,0 +1,308 @@
+"""Running one function over columns of leaves: into a new tree, or in place."""
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, leaves_of, operand
+from tdnn._core import Names, TensorDictBase
+from tdnn._keys import as_key, listing
+
+__all__ = ["combine", "combine_", "operate", "operate_"]
+
+# One call for all leaves: half the time of a loop on CPU (test_add_td), one kernel on CUDA.
+_FOREACH: dict[Any, Callable[..., Any]] = {
+    torch.abs: torch._foreach_abs,
+    torch.add: torch._foreach_add,
+    torch.addcdiv: torch._foreach_addcdiv,
+    torch.addcmul: torch._foreach_addcmul,
+    torch.clamp_max: torch._foreach_clamp_max,
+    torch.clamp_min: torch._foreach_clamp_min,
+    torch.div: torch._foreach_div,
+    torch.exp: torch._foreach_exp,
+    torch.lerp: torch._foreach_lerp,
+    torch.log: torch._foreach_log,
+    torch.maximum: torch._foreach_maximum,
+    torch.minimum: torch._foreach_minimum,
+    torch.mul: torch._foreach_mul,
+    torch.neg: torch._foreach_neg,
+    torch.pow: torch._foreach_pow,
+    torch.reciprocal: torch._foreach_reciprocal,
+    torch.sqrt: torch._foreach_sqrt,
+    torch.sub: torch._foreach_sub,
+    Tensor.abs_: torch._foreach_abs_,
+    Tensor.add_: torch._foreach_add_,
+    Tensor.addcdiv_: torch._foreach_addcdiv_,
+    Tensor.addcmul_: torch._foreach_addcmul_,
+    Tensor.clamp_max_: torch._foreach_clamp_max_,
+    Tensor.clamp_min_: torch._foreach_clamp_min_,
+    Tensor.div_: torch._foreach_div_,
+    Tensor.exp_: torch._foreach_exp_,
+    Tensor.lerp_: torch._foreach_lerp_,
+    Tensor.log_: torch._foreach_log_,
+    Tensor.mul_: torch._foreach_mul_,
+    Tensor.neg_: torch._foreach_neg_,
+    Tensor.pow_: torch._foreach_pow_,
+    Tensor.reciprocal_: torch._foreach_reciprocal_,
+    Tensor.sqrt_: torch._foreach_sqrt_,
+    Tensor.sub_: torch._foreach_sub_,
+}
+
+
+_ndim = attrgetter("ndim")
+_shape = attrgetter("shape")
+
+
+def combine(tree: Tree, fn: Callable[..., Tensor], *others: Any, **kwargs: Any) -> Tree:
+    """Return a new tree of ``fn(leaf, *operands, **kwargs)``.
+
+    Leaves that are one tensor, and meet the same operands, give one tensor.
+    """
+    columns, sizes = columns_of(tree, others, _ndim)
+    back = None
+    if len(set(columns[0])) < len(columns[0]):
+        columns, back = _untied(columns)
+    done = _results(tree, fn, columns, kwargs)
+    if back is not None:
+        done = [done[at] for at in back]
+    if sizes is None:
+        return _filled(tree, iter(done))
+    grown = len(sizes[0]) - len(tree._batch_size)
+    return _refitted(tree, iter(done), iter(sizes), (None,) * grown)
+
+
+def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) -> Tree:
+    """Call the in-place ``fn(leaf, *operands, **kwargs)`` once for each tensor; return ``tree``.
+
+    Everything is checked before the first leaf is written.
+    """
+    columns, sizes = columns_of(tree, others, _shape)
+    leaves = columns[0]
+    if sizes is not None:
+        leaves = columns[0] = leaves_of(tree)
+        _check_shapes(tree, columns)
+    if torch.is_grad_enabled():
+        _check_grad(tree, leaves)
+    targets = set(leaves)
+    if len(targets) < len(leaves):
+        columns = _settled(tree, columns)
+    _check_dtypes(tree, fn, columns, kwargs)
+    for at, column in enumerate(columns):
+        if at and isinstance(column, list) and not targets.isdisjoint(column):
+            # A leaf that is read under another name is read as it was before.
+            columns[at] = [
+                other.clone() if other is not leaf and other in targets else other
+                for leaf, other in zip(columns[0], column, strict=True)
+            ]
+    _write(tree, fn, columns, kwargs)
+    return tree
+
+
+def operate(tree: Tree, fn: Callable[..., Tensor], other: Any) -> Tree:
+    """Return what an operator returns: ``combine``'s tree, or ``NotImplemented``."""
+    given = operand(tree, other)
+    return given if given is NotImplemented else combine(tree, fn, given)
+
+
+def operate_(tree: Tree, fn: Callable[..., Any], other: Any) -> Tree:
+    """Return what an in-place operator returns: ``tree``, or ``NotImplemented``."""
+    given = operand(tree, other)
+    return given if given is NotImplemented else combine_(tree, fn, given)
+
+
+# -- new trees -------------------------------------------------------------------------------
+
+
+def _filled(node: Tree, results: Iterator[Any]) -> Tree:
+    """Return a tree like ``node`` that holds the results in the order of its leaves."""
+    data: dict[str, Any] = {}
+    for key, value in node._data.items():
+        if type(value) in PLAIN or not isinstance(value, TensorDictBase):
+            data[key] = next(results)
+        else:
+            data[key] = _filled(value, results)
+    return node._like(data, node._batch_size, node._names)
+
+
+def _refitted(
+    node: Tree, results: Iterator[Any], sizes: Iterator[torch.Size], new: tuple[None, ...]
+) -> Tree:
+    """Return a tree of the results with other batch sizes; ``new`` are names for new dims."""
+    size = next(sizes)
+    data: dict[str, Any] = {}
+    for key, value in node._data.items():
+        if isinstance(value, TensorDictBase):
+            data[key] = _refitted(value, results, sizes, new)
+        else:
+            data[key] = next(results)
+    names: Names = None if node._names is None else (*new, *node._names)[: len(size)]
+    return node._like(data, size, names)
+
+
+def _untied(columns: list[Column]) -> tuple[list[Column], list[int]]:
+    """Return the columns without repeated rows, and for each leaf the row it has now."""
+    many = [column for column in columns if isinstance(column, list)]
+    seen: dict[Tensor, list[int]] = {}
+    keep: list[int] = []
+    back: list[int] = []
+    for at, leaf in enumerate(columns[0]):
+        rows = seen.setdefault(leaf, [])
+        for row in rows:
+            if all(column[keep[row]] is column[at] for column in many):
+                back.append(row)
+                break
+        else:
+            back.append(len(keep))
+            rows.append(len(keep))
+            keep.append(at)
+    return _picked(columns, keep), back
+
+
+def _picked(columns: list[Column], rows: list[int]) -> list[Column]:
+    return [[c[row] for row in rows] if isinstance(c, list) else c for c in columns]
+
+
+# -- running ---------------------------------------------------------------------------------
+
+
+def _at_once(
+    fn: Callable[..., Any], columns: list[Column], kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """Return the one call that stands for ``fn`` on every row, if there is one that is safe."""
+    if torch.compiler.is_compiling() or len(columns[0]) < 2:
+        return None
+    many = _FOREACH.get(fn)
+    # torch 2.14 has no batching rules for these functions, so vmap needs the loop.
+    if many is None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    for column in columns:
+        if isinstance(column, list):
+            if not PLAIN.issuperset(map(type, column)):
+                return None  # a subclass may not know the function
+        elif kwargs:
+            return None  # no alpha beside a number
+    return many
+
+
+def _rows(columns: list[Column]) -> Iterator[tuple[Any, ...]]:
+    return zip(*[c if isinstance(c, list) else repeat(c) for c in columns], strict=False)
+
+
+def _results(
+    tree: TensorDictBase, fn: Callable[..., Any], columns: list[Column], kwargs: dict[str, Any]
+) -> list[Any]:
+    many = _at_once(fn, columns, kwargs)
+    if many is not None:
+        try:
+            return list(many(*columns, **kwargs))
+        except (RuntimeError, TypeError, NotImplementedError):
+            pass  # the loop fails at the leaf that is to blame, and names it
+    done: list[Any] = []
+    for row in _rows(columns):
+        try:
+            done.append(fn(*row, **kwargs))
+        except Exception as err:
+            err.add_note(f"at the leaf {_name(tree, row[0])}")
+            raise
+    return done
+
+
+def _write(
+    tree: TensorDictBase, fn: Callable[..., Any], columns: list[Column], kwargs: dict[str, Any]
+) -> None:
+    many = _at_once(fn, columns, kwargs)
+    if many is not None:
+        many(*columns, **kwargs)
+        return
+    for row in _rows(columns):
+        try:
+            fn(*row, **kwargs)
+        except Exception as err:
+            err.add_note(f"at the leaf {_name(tree, row[0])}; leaves before it have been written")
+            raise
+
+
+def _name(tree: TensorDictBase, leaf: Any) -> str:
+    return next((repr(as_key(path)) for path, value in tree._leaves() if value is leaf), "")
+
+
+# -- checks before an in-place operation -----------------------------------------------------
+
+
+def _check_shapes(tree: TensorDictBase, columns: list[Column]) -> None:
+    faults = []
+    lists = [column for column in columns if isinstance(column, list)]
+    for (path, _), row in zip(tree._leaves(), zip(*lists, strict=True), strict=True):
+        mine, *theirs = [x.shape for x in row]
+        try:
+            fits = broadcast(mine, *theirs) == mine
+        except RuntimeError:
+            fits = False
+        if not fits:
+            given = ", ".join(str(tuple(shape)) for shape in theirs)
+            faults.append(f"{as_key(path)!r} of shape {tuple(mine)} with {given}")
+    if faults:
+        raise ValueError(f"cannot write in place, the shape would change: {'; '.join(faults)}")
+
+
+def _check_grad(tree: TensorDictBase, leaves: list[Tensor]) -> None:
+    if any([x.is_leaf for x in leaves if x.requires_grad]):  # noqa: C419  # a list is faster
+        wrong = [as_key(p) for p, x in tree._leaves() if x.requires_grad and x.is_leaf]
+        raise RuntimeError(
+            f"cannot write in place into {listing(wrong)}, which require grad; "
+            "do it under torch.no_grad(), or on td.data"
+        )
+
+
+def _check_dtypes(
+    tree: TensorDictBase, fn: Callable[..., Any], columns: list[Column], kwargs: dict[str, Any]
+) -> None:
+    """Try the operation on empty tensors wherever the dtypes or devices could make it fail."""
+    lists = [column for column in columns if isinstance(column, list)]
+    dtypes = {x.dtype for column in lists for x in column}
+    if len(dtypes) == 1 and dtypes.pop().is_floating_point:
+        complexes = [c for c in (*columns, *kwargs.values()) if isinstance(c, complex)]
+        places = {x.get_device() for column in lists for x in column} if len(lists) > 1 else ()
+        if not complexes and len(places) < 2:
+            return
+    tried = set()
+    for row in _rows(columns):
+        kind = tuple([(x.dtype, x.device, x.ndim > 0) for x in row if isinstance(x, Tensor)])
+        if kind in tried:
+            continue
+        tried.add(kind)
+        try:
+            fn(*[_small(x) if isinstance(x, Tensor) else x for x in row], **kwargs)
+        except Exception as err:
+            err.add_note(f"at the leaf {_name(tree, row[0])}; nothing has been written")
+            raise
+
+
+def _small(x: Tensor) -> Tensor:
+    """Return a tensor of the same kind with nothing in it, or a one if it has no dims."""
+    return x.new_empty(0) if x.ndim else x.new_ones(())
+
+
+def _settled(tree: TensorDictBase, columns: list[Column]) -> list[Column]:
+    """Return one row for each tensor; the operands that a tie meets must agree."""
+    first: dict[Tensor, int] = {}
+    pairs = []
+    for at, leaf in enumerate(columns[0]):
+        before = first.setdefault(leaf, at)
+        if not all(_same(c[before], c[at]) for c in columns[1:] if isinstance(c, list)):
+            pairs.append((before, at))
+    if pairs:
+        keys = [as_key(path) for path, _ in tree._leaves()]
+        raise ValueError(
+            "these are one tensor each, but the other tree has two different values for it: "
+            + ", ".join(f"{keys[one]!r} and {keys[two]!r}" for one, two in pairs)
+        )
+    return _picked(columns, list(first.values()))
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    return one is two or (one.shape == two.shape and torch.equal(one, two))
