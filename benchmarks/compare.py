@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import test_containers, test_nn, test_pytree  # noqa: F401  # they register cases
 from benchmarks.cases import CASES, OURS, PEER, PLAIN, load, peer
-from benchmarks.growth import SIZES, grow
+from benchmarks.growth import SIZES, Growth, grow
 from benchmarks.targets import IMPORT_LIMIT, TARGETS, Times, Verdict, import_seconds, judge
 from benchmarks.timing import Ratio, measure, middle, ratio
 
@@ -32,7 +32,7 @@ class Report:
     environment: dict[str, Any]
     measured: dict[str, Times] = field(default_factory=dict)
     import_time: float | None = None
-    growth: dict[int, dict[str, float]] = field(default_factory=dict)
+    growth: Growth = field(default_factory=dict)
 
     def verdicts(self) -> list[Verdict]:
         found = (judge(target, self.measured) for target in TARGETS)
@@ -142,11 +142,8 @@ def describe(report: Report, table: Table) -> list[str]:
         head = ["target", "at", "bound", "found", "met", "plain torch would reach"]
         parts += ["Targets, each with the benchmark that comes out worst:", table(head, targets)]
     if report.growth:
-        head = ["leaves", *next(iter(report.growth.values()))]
-        rows = [
-            [f"{size:,}", *map(micros, costs.values())] for size, costs in report.growth.items()
-        ]
-        parts += ["µs per leaf, by the number of leaves:", table(head, rows)]
+        parts += [f"µs per leaf, by the number of leaves ({PLAIN} in brackets):"]
+        parts += [table(*growth_table(report.growth))]
     return parts
 
 
@@ -181,6 +178,15 @@ def targets_rows(report: Report) -> Rows:
         bound, found = f"< {IMPORT_LIMIT * 1e3:.0f} ms", f"{report.import_time * 1e3:.1f} ms"
         rows.append(["import tdnn after torch", IMPORT, bound, found, met, ""])
     return rows
+
+
+def growth_table(growth: Growth) -> tuple[list[str], Rows]:
+    head = ["leaves", *next(iter(growth.values()))]
+    rows = [
+        [f"{size:,}", *(f"{micros(of[OURS])} ({micros(of[PLAIN])})" for of in costs.values())]
+        for size, costs in growth.items()
+    ]
+    return head, rows
 
 
 def yes_or_no(met: bool) -> str:

@@ -74,6 +74,35 @@ def reached(tree: Tree, path: Path) -> Any:
     return tree
 
 
+def joined(tree: Tree) -> dict[str, Tensor]:
+    """Return the leaves by name, as ``flatten_keys`` does."""
+    return {".".join(path): value for path, value in leaves(tree)}
+
+
+def bare_swap(net: nn.Module, weights: dict[str, Tensor], call: Callable[[], Any]) -> Any:
+    """Return a work that calls with other parameters, put into the modules' dicts by a loop.
+
+    This is the least that a swap can cost: nothing is checked, and an error is not undone.
+    """
+    modules = dict(net.named_modules())
+    slots = []
+    for name, new in weights.items():
+        owner, _, last = name.rpartition(".")
+        slots.append((modules[owner]._parameters, last, new))
+
+    def work() -> Any:
+        undo = []
+        for slot, name, new in slots:
+            undo.append((slot, name, slot[name]))
+            slot[name] = new
+        result = call()
+        for slot, name, old in reversed(undo):
+            slot[name] = old
+        return result
+
+    return work
+
+
 def idle(x: Tensor) -> Tensor:
     """Do none of the user's work."""
     return x

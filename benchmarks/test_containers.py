@@ -9,7 +9,19 @@ from typing import Any
 import torch
 
 from benchmarks.cases import case
-from benchmarks.samples import BOTTOM, SIZE, deep, flat, leaf, leaves, mapped, reached, small, walk
+from benchmarks.samples import (
+    BOTTOM,
+    SIZE,
+    deep,
+    flat,
+    joined,
+    leaf,
+    leaves,
+    mapped,
+    reached,
+    small,
+    walk,
+)
 from benchmarks.timing import Prepared
 
 FIRST, LAST = ("next", "x"), (*BOTTOM, "x")
@@ -183,10 +195,6 @@ def test_unlock_nested(lib):
 
 
 # -- flatten and unflatten -----------------------------------------------------------------------
-
-
-def joined(tree):
-    return {".".join(path): value for path, value in leaves(tree)}
 
 
 def parted(names):

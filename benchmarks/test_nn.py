@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 from benchmarks.cases import case, twin
-from benchmarks.samples import IdleTransformer, idle, leaf, mlp, state
+from benchmarks.samples import IdleTransformer, bare_swap, idle, leaf, mlp, state
 
 # -- calling a wrapped module --------------------------------------------------------------------
 
@@ -122,25 +122,8 @@ def test_to_module_speed(lib, as_module):
 
 
 def bare_loop():
-    """Swap through the dicts of the modules, without any check."""
-    net, weights, x = IdleTransformer(), state(IdleTransformer()), leaf()
-    modules = dict(net.named_modules())
-    slots = []
-    for name, new in weights.items():
-        owner, _, last = name.rpartition(".")
-        slots.append((modules[owner]._parameters, last, new))
-
-    def work():
-        undo = []
-        for slot, name, new in slots:
-            undo.append((slot, name, slot[name]))
-            slot[name] = new
-        result = net(x)
-        for slot, name, old in reversed(undo):
-            slot[name] = old
-        return result
-
-    return work
+    net, x = IdleTransformer(), leaf()
+    return bare_swap(net, state(IdleTransformer()), partial(net, x))
 
 
 @case(plain=bare_loop, on_peer=False)
