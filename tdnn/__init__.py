@@ -1,7 +1,34 @@
 """A tree of tensors that behaves like one tensor, and what makes modules composable with it."""
 
+from tdnn import nn
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, unravel_key, unravel_key_list
+from tdnn._pieces import cat, stack
+from tdnn.errors import (
+    FileFormatError,
+    KeyConflictError,
+    LockedError,
+    MissingKeyError,
+    SwapError,
+)
+from tdnn.lazystack import LazyStackedTensorDict
+from tdnn.nn.params import TensorDictParams
 from tdnn.tensordict import TensorDict
 
-__all__ = ["NestedKey", "TensorDict", "TensorDictBase", "unravel_key", "unravel_key_list"]
+__all__ = [
+    "FileFormatError",
+    "KeyConflictError",
+    "LazyStackedTensorDict",
+    "LockedError",
+    "MissingKeyError",
+    "NestedKey",
+    "SwapError",
+    "TensorDict",
+    "TensorDictBase",
+    "TensorDictParams",
+    "cat",
+    "nn",
+    "stack",
+    "unravel_key",
+    "unravel_key_list",
+]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
-from tdnn.errors import LockedError, MissingKeyError
+from tdnn.errors import KeyConflictError, LockedError, MissingKeyError
 
 __all__ = ["Entry", "IsLeaf", "Names", "Scope", "TensorDictBase"]
 
@@ -58,7 +58,11 @@ class TensorDictBase:
 
     __slots__ = ("__weakref__", "_batch_size", "_data", "_device", "_lock", "_names", "_scope")
 
-    _kind: ClassVar[type["TensorDictBase"]]  # the class of what an operation returns
+    # Classes that lower layers make and higher ones define; each is set beside its definition.
+    _kind: ClassVar[type["TensorDictBase"]]  # of what an operation on this class returns
+    _swap_kind: ClassVar[Any]
+    _params_kind: ClassVar[Any]
+    _lazy_kind: ClassVar[Any]
 
     _data: dict[str, Any]
     _batch_size: torch.Size
@@ -116,6 +120,10 @@ class TensorDictBase:
         node._scope = None
         return cast(Self, node)
 
+    def _dicts(self) -> tuple[dict[str, Any], ...]:
+        """Return the dicts that hold the entries themselves, as ``_data`` may be made of several."""
+        return (self._data,)
+
     def _put(self, key: str, value: Entry) -> None:
         """Store an admitted value; the lock was checked."""
         self._data[key] = value
@@ -155,7 +163,7 @@ class TensorDictBase:
         elif isinstance(mine, TensorDictBase) and isinstance(value, Mapping | TensorDictBase):
             mine._fill(cast(Any, value), non_blocking)
         else:
-            raise KeyError(f"two entries for the key {key!r}")
+            raise KeyConflictError(f"two entries for the key {key!r}")
 
     def _admit(self, value: Any, key: NestedKey, non_blocking: bool = False) -> Entry:
         """Return ``value`` as this node may hold it, or say why it cannot."""
@@ -271,6 +279,7 @@ class TensorDictBase:
         batch_size: torch.Size,
         names: Names,
         memo: dict[Any, Any] | None = None,
+        tag: Callable[[Any], Any] = id,
     ) -> Self:
         """Return a new tree of ``fn(leaf)``, with ``batch_size`` in place of this node's own.
 
@@ -278,21 +287,24 @@ class TensorDictBase:
         and an in-place ``fn`` changes it once. A branch whose batch size goes further than this
         node's keeps its further dims behind the new ones.
         """
-        memo = {} if memo is None else memo
+        if memo is None:
+            memo = {}
+            if torch.compiler.is_compiling():
+                tag = _itself  # a compiled caller would recompile for every new id; else ids are fast
         depth = len(self._batch_size)
         data: dict[str, Any] = {}
         for key, value in self._data.items():
             kind = type(value)
             if kind is Tensor or kind is Parameter or not isinstance(value, TensorDictBase):
-                done = memo.get(value)
+                done = memo.get(tag(value))
                 if done is None:
-                    memo[value] = done = fn(value)
+                    memo[tag(value)] = done = fn(value)
                 data[key] = done
             elif len(value._batch_size) == depth:
-                data[key] = value._rebuild(fn, batch_size, names, memo)
+                data[key] = value._rebuild(fn, batch_size, names, memo, tag)
             else:
                 further = torch.Size((*batch_size, *value._batch_size[depth:]))
-                data[key] = value._rebuild(fn, further, _extend(names, value, depth), memo)
+                data[key] = value._rebuild(fn, further, _extend(names, value, depth), memo, tag)
         return self._like(data, batch_size, names)
 
     def _zip(self, fn: Callable[[Any, Any], Any], other: "TensorDictBase") -> Self:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from tdnn._core import IsLeaf, Scope, TensorDictBase, _locked
 from tdnn._keys import Path, as_key
+from tdnn.errors import KeyConflictError
 
 __all__ = ["Lenses"]
 
@@ -44,7 +45,7 @@ class Lenses(TensorDictBase):
             A tree of the same leaves (not copies), locked if this one is locked.
 
         Raises:
-            KeyError: two leaves would get the same name; both are named.
+            KeyConflictError: two leaves would get the same name; both are named.
             RuntimeError: (on leaving) this tree was changed while the view was open.
 
         Example:
@@ -84,7 +85,7 @@ class Lenses(TensorDictBase):
             A tree of the same leaves (not copies), locked if this one is locked.
 
         Raises:
-            KeyError: two leaves would get the same key, or a key would be both a leaf and a
+            KeyConflictError: two leaves would get the same key, or a key would be both a leaf and a
                 branch; both are named.
             RuntimeError: (on leaving) this tree was changed while the view was open.
 
@@ -251,7 +252,7 @@ def _all_entries(
     return found
 
 
-def _collision(pairs: list[tuple[Path, Path, Any]]) -> KeyError:
+def _collision(pairs: list[tuple[Path, Path, Any]]) -> KeyConflictError:
     """Return the error that names the leaves which would share a name."""
     by_name: dict[Path, list[Path]] = {}
     for name, path, _ in pairs:
@@ -261,14 +262,14 @@ def _collision(pairs: list[tuple[Path, Path, Any]]) -> KeyError:
         for name, paths in by_name.items()
         if len(paths) > 1
     ]
-    return KeyError("; ".join(clashes))
+    return KeyConflictError("; ".join(clashes))
 
 
 def _as_plan(moves: list[tuple[Path, Path, Any]]) -> _Plan:
     """Return nested plans for ``(view path, tree path, value)``; refuse what cannot stand together.
 
     Raises:
-        KeyError: two entries for one place, or a place that would be a leaf and a branch.
+        KeyConflictError: two entries for one place, or a place that would be a leaf and a branch.
     """
     plan, origin = _Plan(), {}
     for shown, path, value in moves:
@@ -277,15 +278,15 @@ def _as_plan(moves: list[tuple[Path, Path, Any]]) -> _Plan:
             below = at.setdefault(step, _Plan())
             if not isinstance(below, _Plan):
                 other = origin[path[: depth + 1]]
-                raise KeyError(
+                raise KeyConflictError(
                     f"{as_key(shown)!r} needs a branch where {as_key(other)!r} is an entry"
                 )
             at = below
         if path[-1] in at:
             if isinstance(at[path[-1]], _Plan):
-                raise KeyError(
-                    f"{as_key(shown)!r} is an entry where others need a branch: "
-                    f"{as_key(path)!r} cannot be both"
+                other = next(at for to, at in origin.items() if to[: len(path)] == path)
+                raise KeyConflictError(
+                    f"{as_key(other)!r} needs a branch where {as_key(shown)!r} is an entry"
                 )
             raise _collision([(path, origin[path], None), (path, shown, None)])
         at[path[-1]] = value

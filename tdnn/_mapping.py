@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from tdnn._core import Entry, IsLeaf, TensorDictBase, _as_device, _as_size, _itself, _locked
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
-from tdnn.errors import MissingKeyError
+from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Entries"]
 
@@ -258,7 +258,7 @@ class Entries(TensorDictBase):
 
         Raises:
             MissingKeyError: ``old_key`` is not there.
-            KeyError: ``new_key`` is taken.
+            KeyConflictError: ``new_key`` is taken.
             LockedError: the tree is locked.
 
         Example:
@@ -276,7 +276,7 @@ class Entries(TensorDictBase):
         if source._lock is not None or home._lock is not None:
             raise _locked("rename", old_key)
         if safe is not False and not inside and len(way) == 1 and way[0] in home._data:
-            raise KeyError(
+            raise KeyConflictError(
                 f"cannot rename {old_key!r} to {new_key!r}, which is taken; "
                 "delete that first, or pass safe=False to replace it"
             )

@@ -5,11 +5,18 @@ badly (``KeyError`` shows the ``repr`` of its message). Everything else is a pla
 ``TypeError`` or ``RuntimeError``.
 """
 
-__all__ = ["FileFormatError", "LockedError", "MissingKeyError", "SwapError"]
+__all__ = ["FileFormatError", "KeyConflictError", "LockedError", "MissingKeyError", "SwapError"]
 
 
 class MissingKeyError(KeyError):
     """A key is not in the tree; the message names the nearest one that is."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class KeyConflictError(KeyError):
+    """Two entries would stand at one key, or a key would be both a leaf and a branch."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

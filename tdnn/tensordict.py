@@ -1,22 +1,42 @@
-"""``TensorDict``: the core and its themes in one class."""
+"""``TensorDict``, the core and its themes in one class, and ``Swap``, a tree that a module held."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tdnn import _pytree
+import torch
+
+from tdnn import _functions, _pytree
 from tdnn._apply import Apply
 from tdnn._copies import Copies
 from tdnn._indexing import Indexing
+from tdnn._exchange import Exchange
 from tdnn._lens import Lenses
 from tdnn._mapping import Entries
+from tdnn._pieces import Pieces
 from tdnn._pointwise import Pointwise
+from tdnn._reduce import Reduce
 from tdnn._repr import Pictures
 from tdnn._shape import Shape
+from tdnn._swap import Swaps
 from tdnn.io.safetensors import Disk
 
-__all__ = ["TensorDict"]
+__all__ = ["Swap", "TensorDict"]
 
 
-class TensorDict(Indexing, Entries, Apply, Copies, Lenses, Shape, Pointwise, Pictures, Disk):
+class TensorDict(
+    Indexing,
+    Entries,
+    Apply,
+    Copies,
+    Lenses,
+    Swaps,
+    Shape,
+    Pieces,
+    Pointwise,
+    Reduce,
+    Pictures,
+    Disk,
+):
     """A tree of tensors that behaves like one tensor."""
 
     __slots__ = ()
@@ -25,6 +45,64 @@ class TensorDict(Indexing, Entries, Apply, Copies, Lenses, Shape, Pointwise, Pic
         super().__init_subclass__(**kwargs)
         _pytree.register(cls)
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _functions.call(func, args, kwargs)
+
 
 TensorDict._kind = TensorDict
 _pytree.register(TensorDict)
+
+
+class Swap(TensorDict):
+    """What a module held before ``to_module``; as a context manager, the way back to it.
+
+    It may be entered any number of times, also while it is entered.
+    """
+
+    __slots__ = ("_exchange", "_found", "_is_in")
+
+    _kind = TensorDict
+
+    _exchange: Exchange
+    _found: TensorDict | None
+    _is_in: bool
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._found = None
+        self._is_in = True  # to_module has put the leaves in
+        self._batch_size = _NO_BATCH
+        self._device = None
+        self._names = None
+        self._lock = None
+        self._scope = None
+
+    @property
+    def _data(self) -> dict[str, Any]:  # type: ignore[override]  # made when it is first read
+        if self._found is None:
+            self._found = TensorDict(self._exchange.held())
+        return self._found._data
+
+    def __enter__(self) -> "Swap":  # type: ignore[override]  # Self would be the same
+        if not self._is_in:
+            self._exchange.put()
+        self._is_in = False
+        self._exchange.enter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._exchange.leave(self, kind is not None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return TensorDict(self).__reduce_ex__(protocol)
+
+
+TensorDict._swap_kind = Swap
+_NO_BATCH = torch.Size(())

@@ -1,0 +1,196 @@
+"""A tree whose leaves are the parameters and buffers of an ``nn.Module``."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Buffer, Parameter
+
+from tdnn._core import Entry, TensorDictBase
+from tdnn.tensordict import TensorDict
+
+__all__ = ["TensorDictParams"]
+
+
+class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply and to: see below
+    """A tree that is a module, so that an optimizer, ``state_dict`` and ``.to`` see its leaves.
+
+    There is one store: the parameters, buffers and submodules of the module *are* the entries of
+    the tree, and every branch is a ``TensorDictParams`` as well. So both show the same tensors
+    after each change, made by whichever side. Where both have a method of one name, those that
+    cast, move and flag are the module's (``to``, ``double``, ``float``, ``half``, ``bfloat16``,
+    ``cpu``, ``cuda``, ``requires_grad_``, ``zero_grad``: in place, parameters keep their
+    identity), and ``apply`` is the tree's. Other operations return a plain ``TensorDict``.
+
+    Args:
+        parameters: a tree or mapping; its tensors are taken, not copied.
+        no_convert: a tensor that is no ``nn.Parameter`` becomes a buffer. Otherwise floating
+            point and complex ones become parameters (but an ``nn.Buffer`` does not).
+        lock: lock the tree.
+        **kwargs: the entries, in place of ``parameters``.
+
+    Raises:
+        TypeError: an entry is not a tensor.
+
+    Example:
+        >>> params = TensorDictParams(TensorDict.from_module(nn.Linear(3, 4)))
+        >>> [name for name, _ in params.named_parameters()]
+        ['weight', 'bias']
+        >>> params.double()["weight"].dtype
+        torch.float64
+    """
+
+    _kind = TensorDict
+
+    no_convert: bool
+
+    def __init__(
+        self,
+        parameters: TensorDictBase | Mapping[Any, Any] | None = None,
+        *,
+        no_convert: bool = False,
+        lock: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        if parameters is not None and kwargs:
+            raise ValueError("give the entries as one tree or as keyword arguments, not both")
+        tree = parameters if isinstance(parameters, TensorDictBase) else None
+        if tree is None:
+            tree = TensorDict(cast(Any, parameters) if parameters is not None else kwargs)
+        self.no_convert = no_convert
+        self._batch_size = tree._batch_size
+        self._device = tree._device
+        self._names = tree._names
+        self._lock = None
+        self._scope = None
+        for key, value in tree._data.items():
+            self._put(key, value)
+        if lock:
+            self._hold(None)
+
+    # -- the store -----------------------------------------------------------------------------
+
+    @property
+    def _data(self) -> dict[str, Any]:  # type: ignore[override]  # joined when it is read
+        return {**self._parameters, **self._buffers, **self._modules}
+
+    def _dicts(self) -> tuple[dict[str, Any], ...]:
+        return cast(Any, (self._parameters, self._buffers, self._modules))
+
+    def _put(self, key: str, value: Entry) -> None:
+        if isinstance(value, TensorDictBase):
+            store, value = self._modules, self._as_branch(value)
+        elif isinstance(value, Parameter):
+            store = self._parameters
+        elif isinstance(value, Buffer) or self.no_convert or not _is_trainable(value):
+            store = self._buffers
+        else:
+            store, value = self._parameters, Parameter(value)
+        for other in self._dicts():
+            if other is not store:
+                other.pop(key, None)
+        cast(Any, store)[key] = value
+
+    def _as_branch(self, value: TensorDictBase) -> "TensorDictParams":
+        if isinstance(value, TensorDictParams):
+            return value
+        return TensorDictParams(value, no_convert=self.no_convert)
+
+    def _drop(self, key: str) -> None:
+        for store in self._dicts():
+            store.pop(key, None)
+
+    def _refill(self, data: dict[str, Any]) -> None:
+        for store in self._dicts():
+            store.clear()
+        for key, value in data.items():
+            self._put(key, value)
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def clone(self, recurse: bool = True) -> Self:
+        """Return an unlocked ``TensorDictParams`` of copies that no gradient flows through.
+
+        Args:
+            recurse: copy the tensors; otherwise only the nodes are new.
+
+        Example:
+            >>> params = TensorDictParams({"w": torch.zeros(2)})
+            >>> copy = params.clone()
+            >>> copy["w"] is params["w"], copy["w"].requires_grad
+            (False, True)
+        """
+        tree = self._rebuild(_copied, self._batch_size, self._names) if recurse else self
+        return cast(Self, TensorDictParams(tree, no_convert=True))
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        slots = (self._batch_size, self._device, self._names, self._lock is not None)
+        return (dict(self.__dict__), slots)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        attributes, (self._batch_size, self._device, self._names, locked) = state
+        nn.Module.__setstate__(self, attributes)
+        self._lock = None
+        self._scope = None
+        if locked:
+            self._hold(None)
+
+    # -- what both the tree and the module have ------------------------------------------------
+
+    to = nn.Module.to  # type: ignore[assignment]  # in place, as users of modules expect
+    cpu = nn.Module.cpu  # type: ignore[assignment]
+    cuda = nn.Module.cuda  # type: ignore[assignment]
+    float = nn.Module.float  # type: ignore[assignment]
+    double = nn.Module.double  # type: ignore[assignment]
+    half = nn.Module.half  # type: ignore[assignment]
+    bfloat16 = nn.Module.bfloat16  # type: ignore[assignment]
+    requires_grad_ = nn.Module.requires_grad_  # type: ignore[assignment]
+    zero_grad = nn.Module.zero_grad  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Change every tensor as ``nn.Module`` does, and let the tree's device follow."""
+        nn.Module._apply(self, fn, recurse)
+        if self._device is not None:
+            self._device = fn(torch.empty(0, device=self._device)).device
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load as ``nn.Module`` does, which takes names with a dot for those of submodules."""
+        nn.Module._load_from_state_dict(
+            self,
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+        mine = {prefix + name for name in (*self._parameters, *self._buffers)}
+        unexpected_keys[:] = [name for name in unexpected_keys if name not in mine]
+
+
+def _is_trainable(value: Tensor) -> bool:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"TensorDictParams holds tensors, not {type(value).__name__}")
+    return value.is_floating_point() or value.is_complex()
+
+
+def _copied(leaf: Tensor) -> Tensor:
+    if isinstance(leaf, Parameter):
+        return Parameter(leaf.detach().clone(), leaf.requires_grad)
+    return leaf.detach().clone()
+
+
+TensorDict._params_kind = TensorDictParams
