@@ -12,7 +12,17 @@ from torch import Tensor
 
 from tdnn._core import Names, TensorDictBase
 
-__all__ = ["Part", "batch_dim", "deliver", "index_parts", "is_mask", "outline", "sliced"]
+__all__ = [
+    "Part",
+    "Tree",
+    "basic_outline",
+    "batch_dim",
+    "deliver",
+    "index_parts",
+    "is_mask",
+    "outline",
+    "sliced",
+]
 
 # One part of an index: int, slice, None, bool, or a tensor of positions or of truth values.
 Part: TypeAlias = Any
@@ -20,6 +30,24 @@ Tree = TypeVar("Tree", bound=TensorDictBase)
 
 _MASKS = (torch.bool, torch.uint8)  # torch reads uint8 as truth values
 _POSITIONS = (torch.int64, torch.int32)
+
+
+def basic_outline(index: tuple[Any, ...], size: torch.Size) -> torch.Size | None:
+    """Return the batch size that ints, slices and Nones give; None if :func:`outline` is needed."""
+    out: list[int] = []
+    dim, depth = 0, len(size)
+    for part in index:
+        kind = type(part)
+        if kind is slice and dim < depth:
+            out.append(sliced(part, size[dim]))
+            dim += 1
+        elif kind is int and dim < depth and -size[dim] <= part < size[dim]:
+            dim += 1
+        elif part is None:
+            out.append(1)
+        else:
+            return None
+    return torch.Size((*out, *size[dim:]))
 
 
 def index_parts(index: Any, node: TensorDictBase) -> list[Part]:
@@ -66,10 +94,12 @@ def _part(part: Any, device: torch.device | None) -> Part:
             found = torch.tensor(part, device=device)
         except (TypeError, ValueError, RuntimeError) as err:
             raise IndexError(f"cannot make index positions of {part!r}: {err}") from None
-        if not found.numel() and isinstance(part, list | tuple):
-            return found.to(torch.int64)
-        if found.dtype not in _MASKS and not found.is_floating_point():
-            found = found.to(torch.int64)
+        if found.dtype is torch.int64:
+            return found
+        listed = isinstance(part, list | tuple)
+        if not found.numel() if listed else not found.is_floating_point():
+            # An empty list makes a float tensor; an array may have ints of any width.
+            found = found if found.dtype in _MASKS else found.to(torch.int64)
         return _part(found, device)
     if hasattr(part, "__index__"):
         return operator.index(part)
@@ -91,6 +121,10 @@ def outline(
     As in torch, ints take their dim away first. The tensors among the parts then broadcast, and
     their joint dims stand where the first of them stood if they are neighbours, else in front.
     """
+    if names is None and len(parts) == 1:  # the most common index by far: benchmark test_getitem
+        only = parts[0]
+        if isinstance(only, Tensor) and only.dtype is torch.int64 and only.ndim:
+            return (only,), torch.Size((*only.shape, *size[1:])), None
     place: list[Part] = []
     dims: list[tuple[int, str | None]] = []  # what the basic parts leave
     at: list[int] = []  # for each tensor of positions, how many of ``dims`` and tensors precede it

@@ -14,13 +14,24 @@ import torch
 from torch import Tensor
 
 from tdnn._core import TensorDictBase
-from tdnn._dims import Part, Tree, batch_dim, deliver, index_parts, is_mask, outline, sliced
+from tdnn._dims import (
+    Part,
+    Tree,
+    basic_outline,
+    batch_dim,
+    deliver,
+    index_parts,
+    is_mask,
+    outline,
+    sliced,
+)
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Indexing", "where"]
 
 _ABSENT: Any = object()
+_VIEWING = (int, slice, type(None))  # parts for which torch gives a view
 
 
 class Indexing(TensorDictBase):
@@ -67,6 +78,10 @@ class Indexing(TensorDictBase):
                 return self._rebuild(operator.itemgetter(index), size, names)
         elif _is_key(index):
             return self._entry(as_path(index))
+        elif kind is tuple and names is None:
+            basic = basic_outline(index, size)
+            if basic is not None:
+                return self._rebuild(operator.itemgetter(index), basic, None)
         place, size, names = outline(index_parts(index, self), size, names)
         return self._rebuild(operator.itemgetter(place), size, names)
 
@@ -99,12 +114,12 @@ class Indexing(TensorDictBase):
             self.set(index, value)
             return
         parts = index_parts(index, self)
-        if isinstance(value, Mapping):
+        if isinstance(value, TensorDictBase):
+            self._write_tree(parts, value)
+        elif isinstance(value, Mapping):
             source = self._like({}, torch.Size(()))
             source._fill(value, False)
             self._write_tree(parts, source)
-        elif isinstance(value, TensorDictBase):
-            self._write_tree(parts, value)
         else:
             self._write_value(parts, _as_value(value))
 
@@ -113,8 +128,10 @@ class Indexing(TensorDictBase):
         leaves = [leaf for _, leaf in self._leaves()]
         place = tuple(parts)
         if isinstance(value, Tensor):
-            if value.ndim:
-                _check_all(self, parts, [(path, leaf, value) for path, leaf in self._leaves()])
+            if value.ndim and not _is_open(parts):
+                _, size, _ = outline(parts, self._batch_size, None)
+                shapes = [self._inner(size, leaf) for leaf in leaves]
+                self._fit_all(shapes, leaves, [value] * len(leaves), 0)
         else:
             kinds = {leaf.dtype for leaf in leaves}
             if len(kinds) > 1:  # one that cannot hold the number must speak before the first write
@@ -125,28 +142,65 @@ class Indexing(TensorDictBase):
 
     def _write_tree(self, parts: list[Part], source: TensorDictBase) -> None:
         """Write each leaf of ``source`` to the leaf of the same name."""
-        pairs: list[tuple[Path, Tensor, Tensor]] = []
-        wrong: tuple[list[NestedKey], ...] = ([], [], [])
-        _pair(self, source, (), pairs, wrong)
-        if any(wrong):
-            lacks, extra, mixed = [listing(keys) for keys in wrong]
-            raise MissingKeyError(
-                f"cannot write at the index: the value lacks {lacks}, the tree lacks {extra}, "
-                f"and {mixed} is a branch on one side only; nothing was written"
-            )
-        depth, above = len(self._batch_size), len(source._batch_size)
-        ready = []
-        for path, leaf, value in pairs:
-            gap = (leaf.ndim - depth) - (value.ndim - above)
-            if above and gap > 0:
-                # Else the last batch dim of the value would meet a further dim of the leaf.
-                value = value.reshape(*value.shape[:above], *[1] * gap, *value.shape[above:])
+        leaves: list[Tensor] = []
+        values: list[Tensor] = []
+        if not _pair(self, source, leaves, values):
+            raise _unpaired(self, source)
+        above = len(source._batch_size)
+        if all(type(part) in _VIEWING for part in parts):
+            # Views: torch says what shape they have, and copy_ converts dtypes and devices.
+            place = tuple(parts)
+            targets = [leaf[place] for leaf in leaves]
+            shapes: list[tuple[int, ...]] = [target.shape for target in targets]
+            values = self._fit_all(shapes, leaves, values, above)
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+            return
+        if _is_open(parts):
+            place = tuple(parts)
+        else:
+            place, size, _ = outline(parts, self._batch_size, None)
+            shapes = [self._inner(size, leaf) for leaf in leaves]
+            values = self._fit_all(shapes, leaves, values, above)
+        for leaf, value in zip(leaves, values, strict=True):
             if value.dtype is not leaf.dtype or value.device != leaf.device:
                 value = value.to(leaf)
-            ready.append((path, leaf, value))
-        place = _check_all(self, parts, ready)
-        for _, leaf, value in ready:
             leaf[place] = value
+
+    def _inner(self, size: torch.Size, leaf: Tensor) -> tuple[int, ...]:
+        """Return the shape of a leaf with ``size`` in place of the batch size."""
+        return (*size, *leaf.shape[len(self._batch_size) :])
+
+    def _fit_all(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        leaves: Sequence[Tensor],
+        values: Sequence[Tensor],
+        above: int,
+    ) -> list[Tensor]:
+        """Return the values such that torch broadcasts them to ``shapes``, or say which do not.
+
+        ``above`` is the number of the values' batch dims.
+        """
+        depth = len(self._batch_size)
+        fitted: list[Tensor] = []
+        faults = []
+        for at, (shape, leaf, value) in enumerate(zip(shapes, leaves, values, strict=True)):
+            if value.shape == shape:
+                fitted.append(value)
+                continue
+            fit = _fit(value, shape, leaf.ndim - depth, above)
+            if fit is None:
+                key = as_key(self._leaves()[at][0])
+                faults.append(f"{key!r}: {tuple(value.shape)} into {tuple(shape)}")
+            else:
+                fitted.append(fit)
+        if faults:
+            raise RuntimeError(
+                f"cannot write at the index, shapes do not broadcast: {'; '.join(faults)}; "
+                "nothing was written"
+            )
+        return fitted
 
     def get_at(self, key: NestedKey, index: Any, default: Any = None) -> Any:
         """Return the entry at ``key``, indexed.
@@ -288,60 +342,81 @@ def _as_value(value: Any) -> Any:
 
 
 def _pair(
-    mine: TensorDictBase,
-    theirs: TensorDictBase,
-    prefix: Path,
-    pairs: list[tuple[Path, Tensor, Tensor]],
-    wrong: tuple[list[NestedKey], ...],
-) -> None:
-    """Collect the pairs of leaves, and the keys that one side lacks or that differ in kind."""
-    lacks, extra, mixed = wrong
+    mine: TensorDictBase, theirs: TensorDictBase, leaves: list[Tensor], values: list[Tensor]
+) -> bool:
+    """Collect the leaves and the values for them; return whether all keys have a partner."""
     given = theirs._data
-    for key, leaf in mine._data.items():
-        path = (*prefix, key)
-        if key not in given:
-            lacks.append(as_key(path))
-            continue
-        value = given[key]
-        if isinstance(leaf, TensorDictBase) is not isinstance(value, TensorDictBase):
-            mixed.append(as_key(path))
-        elif isinstance(leaf, TensorDictBase):
-            _pair(leaf, value, path, pairs, wrong)
-        else:
-            pairs.append((path, leaf, value))
-    extra += [as_key((*prefix, key)) for key in given if key not in mine._data]
-
-
-def _check_all(
-    node: TensorDictBase, parts: list[Part], triples: Sequence[tuple[Path, Tensor, Tensor]]
-) -> tuple[Part, ...]:
-    """Return what to index the leaves with, after checking that every value can be written."""
-    if torch.compiler.is_compiling() and any(is_mask(part) for part in parts):
-        # How many positions a mask has is not known while tracing. Nothing runs then, so that
-        # a shape error which torch raises finds nothing written.
-        return tuple(parts)
-    place, size, _ = outline(parts, node._batch_size, None)
-    depth = len(node._batch_size)
-    faults = []
-    for path, leaf, value in triples:
-        target = (*size, *leaf.shape[depth:])
-        if value.shape != target and not _broadcasts(value.shape, target):
-            faults.append(f"{as_key(path)!r}: {tuple(value.shape)} into {target}")
-    if faults:
-        raise RuntimeError(
-            f"cannot write at the index, shapes do not broadcast: {'; '.join(faults)}; "
-            "nothing was written"
-        )
-    return place
-
-
-def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """Return whether a value can be written into ``target``; leading 1s do not count."""
-    more = len(shape) - len(target)
-    if more > 0 and any(n != 1 for n in shape[:more]):
+    if len(given) != len(mine._data):
         return False
-    last = shape[max(more, 0) :]
-    return all(n in (1, m) for n, m in zip(last, target[len(target) - len(last) :], strict=True))
+    for key, leaf in mine._data.items():
+        value = given.get(key)
+        if isinstance(leaf, TensorDictBase):
+            if not isinstance(value, TensorDictBase) or not _pair(leaf, value, leaves, values):
+                return False
+        elif value is None or isinstance(value, TensorDictBase):
+            return False
+        else:
+            leaves.append(leaf)
+            values.append(value)
+    return True
+
+
+def _unpaired(mine: TensorDictBase, theirs: TensorDictBase) -> MissingKeyError:
+    """Return the error for a value whose keys differ from the tree's, with all of them."""
+    lacks: list[NestedKey] = []
+    extra: list[NestedKey] = []
+    mixed: list[NestedKey] = []
+
+    def compare(here: TensorDictBase, there: TensorDictBase, prefix: Path) -> None:
+        for key, leaf in here._data.items():
+            value = there._data.get(key)
+            if value is None:
+                lacks.append(as_key((*prefix, key)))
+            elif isinstance(leaf, TensorDictBase) is not isinstance(value, TensorDictBase):
+                mixed.append(as_key((*prefix, key)))
+            elif isinstance(leaf, TensorDictBase):
+                compare(leaf, value, (*prefix, key))
+        extra.extend(as_key((*prefix, key)) for key in there._data if key not in here._data)
+
+    compare(mine, theirs, ())
+    faults = [
+        f"{what} {listing(keys)}"
+        for what, keys in (
+            ("the value lacks", lacks),
+            ("the tree lacks", extra),
+            ("a branch on one side and a leaf on the other:", mixed),
+        )
+        if keys
+    ]
+    return MissingKeyError(f"cannot write at the index: {'; '.join(faults)}; nothing was written")
+
+
+def _is_open(parts: list[Part]) -> bool:
+    """Return whether the shape that an index gives is unknown: that of a mask, while tracing.
+
+    Nothing runs then, so that a shape error which torch raises finds nothing written.
+    """
+    return torch.compiler.is_compiling() and any(is_mask(part) for part in parts)
+
+
+def _fit(value: Tensor, shape: tuple[int, ...], further: int, above: int) -> Tensor | None:
+    """Return a value such that torch broadcasts it to ``shape``, or None if that cannot be.
+
+    ``further`` is the number of dims of ``shape`` that are not batch dims, ``above`` the number
+    of batch dims of the value.
+    """
+    gap = further - (value.ndim - above)
+    if above and gap > 0:
+        # Else the last batch dim of the value would meet a further dim of the leaf.
+        value = value.reshape(*value.shape[:above], *[1] * gap, *value.shape[above:])
+    more = max(value.ndim - len(shape), 0)
+    if any(n != 1 for n in value.shape[:more]):
+        return None
+    last = value.shape[more:]
+    target = shape[len(shape) - len(last) :]
+    if any(n not in (1, m) for n, m in zip(last, target, strict=True)):
+        return None
+    return value.reshape(last) if more else value
 
 
 # -- choosing --------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def _walk(
     join: Callable[[list[Tensor]], Tensor],
     size: torch.Size,
     names: Names,
-    memo: dict[tuple[int, ...], Tensor],
+    memo: dict[Tensor, list[tuple[list[Tensor], Tensor]]],
 ) -> Any:
     first = nodes[0]
     depth = len(first._batch_size)
@@ -163,12 +163,24 @@ def _walk(
             inner = None if names is None else (*names, *called)
             data[key] = _walk(column, join, torch.Size((*size, *further)), inner, memo)
         else:
-            tie = tuple([id(leaf) for leaf in column])
-            found = memo.get(tie)
-            if found is None:
-                memo[tie] = found = join(column)
-            data[key] = found
+            data[key] = _once(join, column, memo)
     return first._like(data, size, names)
+
+
+def _once(
+    join: Callable[[list[Tensor]], Tensor],
+    column: list[Tensor],
+    memo: dict[Tensor, list[tuple[list[Tensor], Tensor]]],
+) -> Tensor:
+    """Join a column of leaves, or return what came out when the same leaves came before."""
+    # By the tensors themselves, not their ids, which would recompile a compiled caller each time.
+    ties = memo.setdefault(column[0], [])
+    for others, done in ties:
+        if all(a is b for a, b in zip(column, others, strict=True)):
+            return done
+    done = join(column)
+    ties.append((column, done))
+    return done
 
 
 def _beyond(column: list[TensorDictBase], depth: int) -> tuple[Sequence[int], tuple[Any, ...]]:
@@ -304,7 +316,7 @@ class Pieces(TensorDictBase):
                     f"they must add up to {n}"
                 )
         sizes = [torch.Size((*size[:dim], length, *size[dim + 1 :])) for length in lengths]
-        return tuple(self._fan(lambda x: x.split(lengths, dim), sizes, self._names, {}))
+        return tuple(self._fan(lambda x: x.split_with_sizes(lengths, dim), sizes, self._names, {}))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Self, ...]:
         """Cut a batch dim into at most ``chunks`` pieces of one length (the last may be shorter).

@@ -79,7 +79,7 @@ class Shape(TensorDictBase):
         new = _solved(_ints(shape, size, "view"), self._batch_size, "view")
 
         def look(leaf: Tensor) -> Tensor:
-            return leaf.view((*new, *leaf.shape[depth:]))
+            return leaf.view(*new, *leaf.shape[depth:]) if new else leaf.view(leaf.shape[depth:])
 
         try:
             return self._rebuild(look, new, None)
@@ -202,7 +202,9 @@ class Shape(TensorDictBase):
         if not fits:
             raise RuntimeError(f"cannot expand batch size {tuple(old)} to {tuple(shape)}")
         names = names and (*[None] * more, *names)
-        return self._rebuild(lambda x: x.expand((*new, *x.shape[depth:])), new, names)
+        if not new:
+            return self._rebuild(lambda x: x.expand(x.shape), new, names)
+        return self._rebuild(lambda x: x.expand(*new, *x.shape[depth:]), new, names)
 
     def expand_as(self, other: TensorDictBase | Tensor) -> Self:
         """Expand to the shape of a tensor, or each leaf to its partner in a tree.
@@ -306,7 +308,9 @@ class Shape(TensorDictBase):
             )
         new = torch.Size([size[d] for d in order])
         names = names and tuple([names[d] for d in order])
-        return self._rebuild(lambda x: x.permute((*order, *range(depth, x.ndim))), new, names)
+        if not order:
+            return self._rebuild(lambda x: x.permute(tuple(range(x.ndim))), new, names)
+        return self._rebuild(lambda x: x.permute(*order, *range(depth, x.ndim)), new, names)
 
     def transpose(self, dim0: int, dim1: int) -> Self:
         """Swap two batch dims.
@@ -321,11 +325,12 @@ class Shape(TensorDictBase):
             >>> TensorDict({"a": torch.zeros(2, 3, 5)}, [2, 3]).transpose(0, -1)["a"].shape
             torch.Size([3, 2, 5])
         """
-        depth = len(self._batch_size)
         a, b = batch_dim(dim0, self._batch_size), batch_dim(dim1, self._batch_size)
-        order = list(range(depth))
-        order[a], order[b] = b, a
-        return self.permute(order)
+        size, names = list(self._batch_size), list(self._names or ())
+        size[a], size[b] = size[b], size[a]
+        if names:
+            names[a], names[b] = names[b], names[a]
+        return self._rebuild(lambda x: x.transpose(a, b), torch.Size(size), tuple(names) or None)
 
     def movedim(self, source: int | Sequence[int], destination: int | Sequence[int]) -> Self:
         """Move batch dims to other places; the rest keep their order.
