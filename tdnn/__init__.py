@@ -1,6 +1,8 @@
 """A tree of tensors that behaves like one tensor, and what makes modules composable with it."""
 
-from tdnn import nn
+# nn is not in __all__: a star import would hide torch.nn.
+
+from tdnn import nn as nn
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, unravel_key, unravel_key_list
 from tdnn._pieces import cat, stack
@@ -27,7 +29,6 @@ __all__ = [
     "TensorDictBase",
     "TensorDictParams",
     "cat",
-    "nn",
     "stack",
     "unravel_key",
     "unravel_key_list",

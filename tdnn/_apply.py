@@ -5,7 +5,8 @@ from typing import Any, Self, cast
 
 import torch
 
-from tdnn._core import IsLeaf, TensorDictBase, _as_device, _as_size
+from tdnn._core import IsLeaf, TensorDictBase
+from tdnn._declared import as_device, as_size
 from tdnn._keys import Path, as_key
 from tdnn.errors import MissingKeyError
 
@@ -131,11 +132,13 @@ class Apply(TensorDictBase):
     ) -> Self | None:
         for other in others:
             if not isinstance(other, TensorDictBase):
-                raise TypeError(f"apply pairs this tree with other trees, not {type(other).__name__}")
+                raise TypeError(
+                    f"apply pairs this tree with other trees, not {type(other).__name__}"
+                )
         if batch_size is not None:
-            run.batch_size = _as_size(batch_size)
+            run.batch_size = as_size(batch_size)
         if device is not _UNSET:
-            run.device = None if device is None else _as_device(device)
+            run.device = None if device is None else as_device(device)
         if inplace:
             run.write(self, others)
             return self

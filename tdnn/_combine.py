@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -53,16 +52,12 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
 }
 
 
-_ndim = attrgetter("ndim")
-_shape = attrgetter("shape")
-
-
 def combine(tree: Tree, fn: Callable[..., Tensor], *others: Any, **kwargs: Any) -> Tree:
     """Return a new tree of ``fn(leaf, *operands, **kwargs)``.
 
     Leaves that are one tensor, and meet the same operands, give one tensor.
     """
-    columns, sizes = columns_of(tree, others, _ndim)
+    columns, sizes = columns_of(tree, others, Tensor.dim)
     back = None
     if len(set(columns[0])) < len(columns[0]):
         columns, back = _untied(columns)
@@ -80,7 +75,7 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
 
     Everything is checked before the first leaf is written.
     """
-    columns, sizes = columns_of(tree, others, _shape)
+    columns, sizes = columns_of(tree, others, Tensor.size)
     leaves = columns[0]
     if sizes is not None:
         leaves = columns[0] = leaves_of(tree)
@@ -250,7 +245,7 @@ def _check_shapes(tree: TensorDictBase, columns: list[Column]) -> None:
 
 
 def _check_grad(tree: TensorDictBase, leaves: list[Tensor]) -> None:
-    if any([x.is_leaf for x in leaves if x.requires_grad]):  # noqa: C419  # a list is faster
+    if any([x.is_leaf for x in leaves if x.requires_grad]):  # a list is faster
         wrong = [as_key(p) for p, x in tree._leaves() if x.requires_grad and x.is_leaf]
         raise RuntimeError(
             f"cannot write in place into {listing(wrong)}, which require grad; "

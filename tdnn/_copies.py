@@ -5,7 +5,9 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from tdnn._core import TensorDictBase, _as_device, _itself
+from tdnn._core import TensorDictBase
+from tdnn._declared import as_device
+from tdnn._node import itself
 
 __all__ = ["Copies"]
 
@@ -27,7 +29,7 @@ class Copies(TensorDictBase):
             >>> td.clone()["a"] is td["a"], td.clone(False)["a"] is td["a"]
             (False, True)
         """
-        return self._rebuild(Tensor.clone if recurse else _itself, self._batch_size, self._names)
+        return self._rebuild(Tensor.clone if recurse else itself, self._batch_size, self._names)
 
     def copy(self) -> Self:
         """Return new nodes over the same tensors; the same as ``clone(False)``.
@@ -152,7 +154,7 @@ class Copies(TensorDictBase):
                 device = arg.device
             else:
                 raise TypeError(f"to() takes a device, a dtype, a tensor or a tree, not {arg!r}")
-        place = self._device if device is None else _as_device(device)
+        place = self._device if device is None else as_device(device)
         if dtype is None and place == self._device:
             return self
         moved = self._rebuild(
@@ -165,7 +167,7 @@ class Copies(TensorDictBase):
         """Declare the device here and below; the leaves are there already."""
         self._device = device
         for branch in self._branches():
-            cast(Copies, branch)._settle(device)
+            branch._settle(device)
 
     def cpu(self) -> Self:
         """Return the tree in CPU memory.

@@ -28,7 +28,7 @@ __all__ = ["CopyExchange", "Exchange", "SlotExchange", "StateExchange"]
 Slots: TypeAlias = dict[str, Any]
 Turn: TypeAlias = tuple[list[Any], list[Any], list["_LazyState"]]  # old values, new ones, lazy
 
-_SETATTR = nn.Module.__setattr__
+_SETATTR: Any = nn.Module.__setattr__
 _ONLY_PARAMETERS = {Parameter}
 _GONE: Any = object()
 _CLAIMS: list["weakref.ref[SlotExchange]"] = []  # the swaps that are on, oldest first
@@ -48,7 +48,7 @@ class Exchange(Scope):
     def held(self) -> dict[str, Any]:
         """Return nested dicts of what the module held before the first ``put``."""
 
-    def keep_parameters(self) -> None:  # noqa: B027  # only tensors that replace others need it
+    def keep_parameters(self) -> None:  # only tensors that replace others need it
         """Make what stands for a parameter one, for as long as no block begins."""
 
 
@@ -89,7 +89,8 @@ class SlotExchange(Exchange):
         self._plain: list[tuple[Slots, str, Tensor]] = []
         self._all_parameters = False
         self._thread = 0
-        if not all([self._plan(home, module, tree._kind) for home in tree._dicts()]):
+        lists = (self._homes, self._targets, self._keys, self._modules, self._orders)
+        if not all([_find(home, module, tree._kind, *lists) for home in tree._dicts()]):
             faults = _faults(tree, module, ())
             raise MissingKeyError(f"cannot swap into {_title(module)}: {'; '.join(faults)}")
         modules = set(self._modules)
@@ -97,44 +98,6 @@ class SlotExchange(Exchange):
         self._shared = len(modules) < len(self._modules)
         self._listeners = any([kind.__setattr__ is not _SETATTR for kind in kinds])
         self._lazy = any([issubclass(kind, LazyModuleMixin) for kind in kinds])
-
-    def _plan(self, home: Slots, module: nn.Module, plain: type) -> bool:
-        """Find a slot for every leaf at and below ``home``; return False if there is a fault.
-
-        Hot (test_to_module_speed): flat lists, local names, and no look at the leaves
-        themselves. ``plain`` is the class of nodes whose entries are in the one dict ``_data``.
-        """
-        homes, targets, keys, visited = self._homes, self._targets, self._keys, self._modules
-
-        def find(home: Slots, module: nn.Module) -> bool:
-            visited.append(module)
-            parameters: Slots = module._parameters  # type: ignore[assignment]  # invariant
-            modules = module._modules
-            for key in home:
-                if key in parameters:
-                    homes.append(home)
-                    targets.append(parameters)
-                    keys.append(key)
-                elif key in modules:
-                    branch, child = home[key], modules[key]
-                    if type(branch) is plain and child is not None:
-                        if not find(branch._data, child):
-                            return False
-                    elif child is None or not isinstance(branch, TensorDictBase):
-                        return False
-                    elif not all([find(below, child) for below in branch._dicts()]):
-                        return False
-                elif key in module._buffers:
-                    buffers: Slots = module._buffers  # type: ignore[assignment]  # invariant
-                    self._orders[id(buffers)] = buffers, tuple(buffers)
-                    homes.append(home)
-                    targets.append(buffers)
-                    keys.append(key)
-                elif not isinstance(home[key], TensorDictBase) or home[key]._data:
-                    return False
-            return True
-
-        return find(home, module)
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -529,7 +492,48 @@ def _copied(leaf: Any, value: Any) -> bool:
 def _is_transformed(tensor: Any) -> bool:
     """Return whether a tensor belongs to a functorch transform that is running."""
     # No public name for this as of torch 2.14.
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # type: ignore[attr-defined]
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _find(
+    home: Slots,
+    module: nn.Module,
+    plain: type,
+    homes: list[Slots],
+    targets: list[Slots],
+    keys: list[str],
+    visited: list[nn.Module],
+    orders: dict[int, tuple[Slots, tuple[str, ...]]],
+) -> bool:
+    """Find a slot for every leaf at and below ``home``; return False if there is a fault.
+
+    Hot (test_to_module_speed): a plain function that fills flat lists and does not look at the
+    leaves themselves. ``plain`` is the class of nodes whose entries are in the one dict ``_data``.
+    """
+    visited.append(module)
+    parameters: Any = module._parameters
+    modules = module._modules
+    for key in home:
+        if key in parameters:
+            homes.append(home)
+            targets.append(parameters)
+            keys.append(key)
+        elif key in modules:
+            branch, child = home[key], modules[key]
+            if child is None or not isinstance(branch, TensorDictBase):
+                return False
+            for below in (branch._data,) if type(branch) is plain else branch._dicts():
+                if not _find(below, child, plain, homes, targets, keys, visited, orders):
+                    return False
+        elif key in module._buffers:
+            buffers: Any = module._buffers
+            orders[id(buffers)] = buffers, tuple(buffers)
+            homes.append(home)
+            targets.append(buffers)
+            keys.append(key)
+        elif not isinstance(home[key], TensorDictBase) or home[key]._data:
+            return False
+    return True
 
 
 def _nodes(tree: TensorDictBase) -> list[TensorDictBase]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdnn._core import TensorDictBase, _as_device
+from tdnn._core import TensorDictBase
+from tdnn._declared import as_device
 from tdnn._dims import Tree
 from tdnn._indexing import where
 from tdnn._pieces import cat, stack
@@ -68,7 +69,7 @@ def _like(func: Callable[..., Tensor]) -> Callable[..., Any]:
                 input._batch_size,
                 input._names,
             )
-            _move(made, _as_device(device))
+            _move(made, as_device(device))
         return made
 
     return build

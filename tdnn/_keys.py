@@ -6,7 +6,7 @@ joined by a separator.
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 __all__ = [
     "NestedKey",
@@ -19,7 +19,7 @@ __all__ = [
     "unravel_key_list",
 ]
 
-NestedKey: TypeAlias = Union[str, tuple["NestedKey", ...]]
+NestedKey: TypeAlias = str | tuple["NestedKey", ...]
 Path: TypeAlias = tuple[str, ...]
 
 _SHOWN = 20  # names printed in full before an error message says "and 3 more"

@@ -8,12 +8,12 @@ node changes, and branches that still exist are refilled rather than replaced.
 """
 
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from tdnn._core import IsLeaf, Scope, TensorDictBase, _locked
+from tdnn._core import IsLeaf, Scope, TensorDictBase, locked
 from tdnn._keys import Path, as_key
 from tdnn.errors import KeyConflictError
 
@@ -56,7 +56,7 @@ class Lenses(TensorDictBase):
             [('0', 'bias'), ('stem', 'weight')]
         """
         if inplace and self._lock is not None:
-            raise _locked("flatten", "the tree")
+            raise locked("flatten", "the tree")
         flat: dict[str, Any] = {}
         if not _flatten(self._data, "", separator, flat, is_leaf):
             raise _collision(_FlatLens(self, None, separator, is_leaf).pairs())
@@ -97,7 +97,7 @@ class Lenses(TensorDictBase):
             ['0.weight']
         """
         if inplace and self._lock is not None:
-            raise _locked("unflatten", "the tree")
+            raise locked("unflatten", "the tree")
         original = self
         if inplace:
             original = self._like(dict(self._data), self._batch_size, self._names)
@@ -110,7 +110,7 @@ class Lenses(TensorDictBase):
         nested._scope = lens
         if self._lock is not None:
             nested._hold(None)
-        return nested
+        return cast(Self, nested)
 
 
 class _Lens(Scope):
@@ -271,7 +271,8 @@ def _as_plan(moves: list[tuple[Path, Path, Any]]) -> _Plan:
     Raises:
         KeyConflictError: two entries for one place, or a place that would be a leaf and a branch.
     """
-    plan, origin = _Plan(), {}
+    plan = _Plan()
+    origin: dict[Path, Path] = {}
     for shown, path, value in moves:
         at = plan
         for depth, step in enumerate(path[:-1]):
@@ -322,7 +323,7 @@ def _write_back(target: TensorDictBase, plan: _Plan, keep_empty: bool) -> None:
     _settle(target, plan, (), refills, keep_empty)
     for node, _ in refills:
         if node._lock is not None:
-            raise _locked("write the view back to", "the tree")
+            raise locked("write the view back to", "the tree")
     for node, data in refills:
         node._refill(data)
 
@@ -345,7 +346,8 @@ def _settle(
             data[key] = _settled(node, plan[key], value, (*above, key), refills, keep_empty)
         elif keep_empty and isinstance(value, TensorDictBase):
             # A flat view does not show empty branches, so they are not the user's to remove.
-            if value.is_empty() or _settle(value, _Plan(), (*above, key), refills, keep_empty):
+            left = _settle(value, _Plan(), (*above, key), refills, keep_empty)
+            if left or not value._data:
                 data[key] = value
     for key, value in plan.items():
         if key not in mine:
@@ -373,7 +375,7 @@ def _settled(
         return made
     if value is before:
         return before
-    if isinstance(value, TensorDictBase) and isinstance(before, TensorDictBase):
-        if not value._data and not before._data:
-            return before
+    both = isinstance(value, TensorDictBase) and isinstance(before, TensorDictBase)
+    if both and not value._data and not before._data:
+        return before
     return node._admit(value, as_key(path))

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tdnn._core import Entry, IsLeaf, TensorDictBase, _as_device, _as_size, _itself, _locked
+from tdnn._core import Entry, IsLeaf, TensorDictBase, entries_of, locked
+from tdnn._declared import as_device, as_size
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn._node import itself
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Entries"]
@@ -246,9 +248,7 @@ class Entries(TensorDictBase):
             leaf.copy_(value, non_blocking=non_blocking)
         return self
 
-    def rename_key_(
-        self, old_key: NestedKey, new_key: NestedKey, safe: bool | None = None
-    ) -> Self:
+    def rename_key_(self, old_key: NestedKey, new_key: NestedKey, safe: bool | None = None) -> Self:
         """Move an entry to another key; it becomes the last of its branch.
 
         Args:
@@ -274,7 +274,7 @@ class Entries(TensorDictBase):
         inside = new[: len(old)] == old
         home, way = (source, new[len(old) - 1 :]) if inside else self._home(new)
         if source._lock is not None or home._lock is not None:
-            raise _locked("rename", old_key)
+            raise locked("rename", old_key)
         if safe is not False and not inside and len(way) == 1 and way[0] in home._data:
             raise KeyConflictError(
                 f"cannot rename {old_key!r} to {new_key!r}, which is taken; "
@@ -312,7 +312,7 @@ class Entries(TensorDictBase):
 
     def _keep_only(self, wanted: dict[str, Any]) -> Self:
         if self._lock is not None:
-            raise _locked("select in place from", "the tree")
+            raise locked("select in place from", "the tree")
         kept = {}
         for key, value in self._data.items():
             if key in wanted:
@@ -377,7 +377,7 @@ class Entries(TensorDictBase):
             (['a'], ['c'], ['d'])
         """
         if inplace and self._lock is not None:
-            raise _locked("split in place", "the tree")
+            raise locked("split in place", "the tree")
         rest = self._shallow_copy()
         parts, taken, missing = [], [], []
         for keys in key_sets:
@@ -424,7 +424,7 @@ class Entries(TensorDictBase):
             >>> list(td.empty().keys(True)), list(td.empty(recurse=True).keys(True))
             ([], ['b'])
         """
-        size = self._batch_size if batch_size is None else _as_size(batch_size)
+        size = self._batch_size if batch_size is None else as_size(batch_size)
         node = self._like({}, size, self._names if batch_size is None else None)
         if recurse:
             for key, value in self._data.items():
@@ -432,7 +432,7 @@ class Entries(TensorDictBase):
                     below = value._batch_size if batch_size is None else size
                     node._data[key] = value.empty(True, batch_size=below, device=device)
         if device is not _KEEP:
-            node._device = None if device is None else _as_device(device)
+            node._device = None if device is None else as_device(device)
         if names is not _KEEP:
             node.names = names
         return node
@@ -470,7 +470,7 @@ class Entries(TensorDictBase):
 
     def _shallow_copy(self) -> Self:
         """Return new nodes over the same leaves."""
-        return self._rebuild(_itself, self._batch_size, self._names)
+        return self._rebuild(itself, self._batch_size, self._names)
 
     def _require(self, paths: Sequence[Path]) -> None:
         missing = [path for path in paths if path not in self]
@@ -498,7 +498,7 @@ class _Update:
 
     def add(self, node: TensorDictBase, entries: Any, above: Path) -> None:
         """Plan the writes of ``(key, value)`` pairs, or a mapping, below ``node``."""
-        pairs = entries.items() if isinstance(entries, Mapping | TensorDictBase) else entries
+        pairs = entries_of(entries) if isinstance(entries, Mapping | TensorDictBase) else entries
         for key, value in pairs:
             home, way = node._home(as_path(key))
             mine = home._data.get(way[0]) if len(way) == 1 else None
@@ -517,11 +517,11 @@ class _Update:
 
     def _add_put(self, home: TensorDictBase, way: Path, value: Any, full: Path) -> None:
         if home._lock is not None:
-            raise _locked("set", as_key(full))
+            raise locked("set", as_key(full))
         value = home._admit(value, as_key(full), self._non_blocking)
         if isinstance(value, TensorDictBase):
             home._refuse_cycle(value, as_key(full))
-            value = value._rebuild(_itself, value._batch_size, value._names)
+            value = value._rebuild(itself, value._batch_size, value._names)
         if self._clone:
             value = cast(Any, value).clone()
         self._puts.append((home, way, value))
@@ -540,11 +540,11 @@ def _nested(
     found: list[tuple[Any, Any]] = []
     for key, value in node._data.items():
         kind = type(value)
-        if kind is not Tensor and kind is not Parameter and isinstance(value, TensorDictBase):
-            if is_leaf is None or not is_leaf(kind):
-                _add_nested(value._data, (key,), found, leaves_only, is_leaf)
-                if leaves_only:
-                    continue
+        is_branch = kind is not Tensor and isinstance(value, TensorDictBase)
+        if is_branch and (is_leaf is None or not is_leaf(kind)):
+            _add_nested(value._data, (key,), found, leaves_only, is_leaf)
+            if leaves_only:
+                continue
         found.append((key, value))
     if sort:
         found.sort(key=lambda pair: as_path(pair[0]))
@@ -561,12 +561,12 @@ def _add_nested(
     for key, value in data.items():
         path = (*prefix, key)
         kind = type(value)
-        # Hot (test_items_nested): exact types before the isinstance call.
-        if kind is not Tensor and kind is not Parameter and isinstance(value, TensorDictBase):
-            if is_leaf is None or not is_leaf(kind):
-                _add_nested(value._data, path, found, leaves_only, is_leaf)
-                if leaves_only:
-                    continue
+        # Hot (test_items_nested): the exact type before the isinstance call.
+        is_branch = kind is not Tensor and isinstance(value, TensorDictBase)
+        if is_branch and (is_leaf is None or not is_leaf(kind)):
+            _add_nested(value._data, path, found, leaves_only, is_leaf)
+            if leaves_only:
+                continue
         found.append((path, value))
 
 
@@ -598,8 +598,7 @@ def _chosen(
 ) -> list[tuple[NestedKey, Any]]:
     """Return the pairs of ``source``, or those of ``keys`` only."""
     if keys is None:
-        entries = source._data if isinstance(source, TensorDictBase) else source
-        return list(entries.items())
+        return list(entries_of(source))
     if isinstance(keys, str):
         raise TypeError(f"keys_to_update is a list of keys; write [{keys!r}]")
     if isinstance(source, TensorDictBase):
@@ -634,7 +633,7 @@ def _picked(node: TensorDictBase, wanted: dict[str, Any]) -> Any:
             elif wanted[key]:
                 data[key] = _picked(value, wanted[key])
             else:
-                data[key] = value._rebuild(_itself, value._batch_size, value._names)
+                data[key] = value._rebuild(itself, value._batch_size, value._names)
     return node._like(data, node._batch_size, node._names)
 
 

@@ -57,7 +57,7 @@ def register(cls: type[TensorDictBase]) -> None:
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         to_dumpable_context=_dump,
         from_dumpable_context=_undump,
-        flatten_with_keys_fn=_flatten_with_keys,  # type: ignore[arg-type]  # MappingKey is a KeyEntry
+        flatten_with_keys_fn=_flatten_with_keys,
     )
 
 

@@ -212,7 +212,7 @@ def _stacked(
     trees: list[Any], expand_identical: bool, above: Path, memo: dict[Any, Tensor]
 ) -> TensorDictBase:
     first = trees[0]
-    stacked = first._like({}, torch.Size((len(trees),)))
+    stacked: TensorDictBase = first._like({}, torch.Size((len(trees),)))
     for other in trees[1:]:
         if other._data.keys() != first._data.keys():
             raise first._unpaired(other)

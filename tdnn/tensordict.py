@@ -8,8 +8,8 @@ import torch
 from tdnn import _functions, _pytree
 from tdnn._apply import Apply
 from tdnn._copies import Copies
-from tdnn._indexing import Indexing
 from tdnn._exchange import Exchange
+from tdnn._indexing import Indexing
 from tdnn._lens import Lenses
 from tdnn._mapping import Entries
 from tdnn._pieces import Pieces
@@ -90,7 +90,7 @@ class Swap(TensorDict):
             self._found = TensorDict(self._exchange.held())
         return self._found._data
 
-    def __enter__(self) -> "Swap":  # type: ignore[override]  # Self would be the same
+    def __enter__(self) -> "Swap":
         if not self._is_in:
             self._exchange.put()
         self._is_in = False

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from tdnn._core import Device, TensorDictBase, _as_device
+from tdnn._core import TensorDictBase
+from tdnn._declared import Device, as_device
 from tdnn._keys import Path, as_key, listing
 from tdnn.errors import FileFormatError
 from tdnn.io.metadata import describe, grow, misfits
@@ -155,7 +156,7 @@ class Disk(TensorDictBase):
             tensor([1., 1., 1.])
         """
         path = os.fsdecode(prefix)
-        place = None if device is None else _as_device(device)
+        place = None if device is None else as_device(device)
         try:
             tensors, about = _read(path, verify)
             if place is not None:

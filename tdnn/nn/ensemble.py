@@ -50,6 +50,7 @@ class EnsembleModule(TensorDictModuleBase):
     """
 
     params_td: TensorDictParams
+    _shell: nn.Module
 
     def __init__(
         self,

@@ -77,21 +77,22 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         return {**self._parameters, **self._buffers, **self._modules}
 
     def _dicts(self) -> tuple[dict[str, Any], ...]:
-        return cast(Any, (self._parameters, self._buffers, self._modules))
+        return cast(Any, self._parameters), cast(Any, self._buffers), cast(Any, self._modules)
 
     def _put(self, key: str, value: Entry) -> None:
+        store: dict[str, Any]
         if isinstance(value, TensorDictBase):
-            store, value = self._modules, self._as_branch(value)
+            store, value = cast(Any, self._modules), self._as_branch(value)
         elif isinstance(value, Parameter):
-            store = self._parameters
+            store = cast(Any, self._parameters)
         elif isinstance(value, Buffer) or self.no_convert or not _is_trainable(value):
-            store = self._buffers
+            store = cast(Any, self._buffers)
         else:
-            store, value = self._parameters, Parameter(value)
+            store, value = cast(Any, self._parameters), Parameter(value)
         for other in self._dicts():
             if other is not store:
                 other.pop(key, None)
-        cast(Any, store)[key] = value
+        store[key] = value
 
     def _as_branch(self, value: TensorDictBase) -> "TensorDictParams":
         if isinstance(value, TensorDictParams):
@@ -131,7 +132,7 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         attributes, (self._batch_size, self._device, self._names, locked) = state
-        nn.Module.__setstate__(self, attributes)
+        nn.Module.__setstate__(self, attributes)  # type: ignore[no-untyped-call]  # torch's own
         self._lock = None
         self._scope = None
         if locked:
@@ -139,19 +140,20 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
 
     # -- what both the tree and the module have ------------------------------------------------
 
-    to = nn.Module.to  # type: ignore[assignment]  # in place, as users of modules expect
-    cpu = nn.Module.cpu  # type: ignore[assignment]
-    cuda = nn.Module.cuda  # type: ignore[assignment]
-    float = nn.Module.float  # type: ignore[assignment]
-    double = nn.Module.double  # type: ignore[assignment]
-    half = nn.Module.half  # type: ignore[assignment]
-    bfloat16 = nn.Module.bfloat16  # type: ignore[assignment]
-    requires_grad_ = nn.Module.requires_grad_  # type: ignore[assignment]
-    zero_grad = nn.Module.zero_grad  # type: ignore[assignment]
+    # In place, as users of modules expect.
+    to = nn.Module.to  # type: ignore[assignment]  # torch has it overloaded
+    cpu = nn.Module.cpu
+    cuda = nn.Module.cuda
+    float = nn.Module.float
+    double = nn.Module.double
+    half = nn.Module.half
+    bfloat16 = nn.Module.bfloat16
+    requires_grad_ = nn.Module.requires_grad_
+    zero_grad = nn.Module.zero_grad  # type: ignore[assignment]  # it returns nothing
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Change every tensor as ``nn.Module`` does, and let the tree's device follow."""
-        nn.Module._apply(self, fn, recurse)
+        nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
         if self._device is not None:
             self._device = fn(torch.empty(0, device=self._device)).device
         return self

@@ -1,0 +1,158 @@
+"""What a tree says of its leaves: the batch dims, their names, and the device."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from tdnn._keys import as_key
+from tdnn._lock import Lockable, locked
+from tdnn._node import Names
+
+__all__ = ["Declared", "Device", "as_device", "as_size"]
+
+Device: TypeAlias = torch.device | str | int
+
+
+class Declared(Lockable):
+    """batch_size, batch_dims, dim, size, numel, device, names, is_empty."""
+
+    __slots__ = ()
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """The dims that every leaf begins with; set it to declare more or fewer of them."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, size: Sequence[int] | int) -> None:
+        if self._lock is not None and as_size(size) != self._batch_size:
+            raise locked("change the batch size of", "the tree")
+        self._set_batch_size(as_size(size))
+
+    shape = batch_size
+
+    def _set_batch_size(self, size: torch.Size) -> None:
+        """Declare ``size`` here, and below where a branch does not have it, after checking all."""
+        depth = len(size)
+        wrong = [
+            f"{as_key(path)!r} of shape {tuple(leaf.shape)}"
+            for path, leaf in self._leaves()
+            if leaf.shape[:depth] != size
+        ]
+        if wrong:
+            raise ValueError(f"batch size {tuple(size)} does not fit {', '.join(wrong)}")
+        self._declare(size)
+
+    def _declare(self, size: torch.Size) -> None:
+        self._batch_size = size
+        if self._names is not None:
+            self._names = (*self._names, *[None] * len(size))[: len(size)]
+        for branch in self._branches():
+            if branch._batch_size[: len(size)] != size:
+                branch._declare(size)
+
+    def _adopt(self, size: torch.Size, names: Names) -> None:
+        """Take a batch size here and in every branch; there is no leaf to contradict it."""
+        self._batch_size = size
+        self._names = names
+        for branch in self._branches():
+            branch._adopt(size, names)
+
+    @property
+    def batch_dims(self) -> int:
+        """The number of batch dims."""
+        return len(self._batch_size)
+
+    ndim = batch_dims
+
+    def dim(self) -> int:
+        """Return the number of batch dims.
+
+        Example:
+            >>> TensorDict({}, [3, 4]).dim()
+            2
+        """
+        return len(self._batch_size)
+
+    ndimension = dim
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Return the batch size, or its entry for ``dim``.
+
+        Example:
+            >>> TensorDict({}, [3, 4]).size(1)
+            4
+        """
+        return self._batch_size if dim is None else self._batch_size[dim]
+
+    def numel(self) -> int:
+        """Return the number of batch elements, 1 without batch dims.
+
+        Example:
+            >>> TensorDict({}, [3, 4]).numel()
+            12
+        """
+        return self._batch_size.numel()
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that entries are moved to when they are set; None leaves them be."""
+        return self._device
+
+    @property
+    def names(self) -> list[str | None]:
+        """The names of the batch dims, None for a dim without one."""
+        return [None] * len(self._batch_size) if self._names is None else list(self._names)
+
+    @names.setter
+    def names(self, names: Sequence[str | None] | None) -> None:
+        self._set_names(None if names is None else tuple(names))
+
+    def _set_names(self, names: Names) -> None:
+        depth = len(self._batch_size)
+        if names is not None:
+            given = [name for name in names if name is not None]
+            if len(names) != depth or len(set(given)) != len(given):
+                raise ValueError(
+                    f"{list(names)} cannot name {depth} batch dims: one name each, no name twice"
+                )
+            names = names if given else None
+        self._names = names
+        for branch in self._branches():
+            further = len(branch._batch_size) - depth
+            own = (None,) * further if branch._names is None else branch._names[depth:]
+            branch._set_names((*(names or (None,) * depth), *own))
+
+    def is_empty(self) -> bool:
+        """Return whether there is no leaf anywhere in the tree.
+
+        Example:
+            >>> TensorDict({"a": {}}).is_empty()
+            True
+        """
+        return not self._leaves()
+
+    def __len__(self) -> int:
+        return self._batch_size[0] if self._batch_size else 0
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(
+            "a tree has no truth value; use td.is_empty(), len(td.keys()) or (a == b).all()"
+        )
+
+
+def as_size(size: Sequence[int] | int | None) -> torch.Size:
+    if type(size) is torch.Size:
+        return size
+    if size is None:
+        return torch.Size(())
+    return torch.Size((size,) if isinstance(size, int) else tuple(size))
+
+
+def as_device(device: Device) -> torch.device:
+    """Return the device with its index, so that "cuda" and "cuda:0" are one."""
+    made = torch.device(device)
+    if made.type == "cuda" and made.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return made

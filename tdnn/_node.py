@@ -1,0 +1,196 @@
+"""One node of the tree: its slots, the walks over it, and the only ways in which it changes.
+
+A node holds ``_data``, a dict from ``str`` to a leaf (a tensor) or a branch (another node).
+Everything above builds on the primitives here: ``_leaves`` walks over all leaves, ``_rebuild``
+maps a function over them into a new tree, ``_zip`` does so for two trees, and ``_put``, ``_drop``
+and ``_refill`` change a node.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tdnn._keys import Path, listing
+from tdnn.errors import MissingKeyError
+
+__all__ = ["IsLeaf", "Names", "Node", "Scope"]
+
+Names: TypeAlias = tuple[str | None, ...] | None
+IsLeaf: TypeAlias = Callable[[type], bool]
+
+_new = object.__new__
+
+
+class Scope(ABC):
+    """What a ``with`` block on a tree begins and ends; one object for each block.
+
+    Methods that can be undone (``lock_``, ``unlock_``, ``flatten_keys``, ``unflatten_keys``) leave
+    one on the tree that they return, and ``with`` takes it from there. A scope does not refer to
+    that tree, so that no cycle keeps it alive.
+    """
+
+    __slots__ = ("entered", "outer")
+
+    def __init__(self) -> None:
+        self.entered = False
+        self.outer: Scope | None = None
+
+    def enter(self, node: Any) -> None:  # noqa: B027  # most blocks need nothing
+        """Begin the block on ``node``."""
+
+    @abstractmethod
+    def leave(self, node: Any, failed: bool) -> None:
+        """End the block on ``node``; ``failed`` says that an exception passes through it."""
+
+
+class Node:
+    """The slots of a node and the primitives on them; nothing here is checked or locked."""
+
+    __slots__ = ("__weakref__", "_batch_size", "_data", "_device", "_lock", "_names", "_scope")
+
+    # Classes that lower layers make and higher ones define; each is set beside its definition.
+    _kind: ClassVar[Any]  # of what an operation on this class returns
+    _swap_kind: ClassVar[Any]
+    _params_kind: ClassVar[Any]
+    _lazy_kind: ClassVar[Any]
+
+    _data: dict[str, Any]
+    _batch_size: torch.Size
+    _device: torch.device | None
+    _names: Names
+    _lock: list["weakref.ref[Node]"] | None  # None: unlocked; else the locked parents
+    _scope: Scope | None
+
+    def _like(self, data: dict[str, Any], batch_size: torch.Size, names: Names = None) -> Self:
+        """Return a new unlocked node on this one's device; nothing is checked."""
+        node = _new(self._kind)
+        node._data = data
+        node._batch_size = batch_size
+        node._device = self._device
+        node._names = names
+        node._lock = None
+        node._scope = None
+        return cast(Self, node)
+
+    def _dicts(self) -> tuple[dict[str, Any], ...]:
+        """Return the dicts that hold the entries; ``_data`` may be made of several."""
+        return (self._data,)
+
+    def _put(self, key: str, value: Any) -> None:
+        """Store an admitted value; the lock was checked."""
+        self._data[key] = value
+
+    def _drop(self, key: str) -> None:
+        """Remove an entry that is there; the lock was checked."""
+        del self._data[key]
+
+    def _refill(self, data: dict[str, Any]) -> None:
+        """Hold exactly ``data``, in its order; the dict object stays, because swaps refer to it."""
+        mine = self._data
+        mine.clear()
+        mine.update(data)
+
+    def _leaves(self, prefix: Path = (), is_leaf: IsLeaf | None = None) -> list[tuple[Path, Any]]:
+        """Return ``(path, leaf)`` for every leaf, depth first."""
+        found: list[tuple[Path, Any]] = []
+        self._collect(prefix, found, is_leaf)
+        return found
+
+    def _collect(self, prefix: Path, found: list[tuple[Path, Any]], is_leaf: IsLeaf | None) -> None:
+        for key, value in self._data.items():
+            path = (*prefix, key)
+            kind = type(value)
+            # The two exact types come first: a test of identity against an isinstance call.
+            if (
+                kind is Tensor
+                or kind is Parameter
+                or not isinstance(value, Node)
+                or (is_leaf is not None and is_leaf(kind))
+            ):
+                found.append((path, value))
+            else:
+                value._collect(path, found, is_leaf)
+
+    def _branches(self) -> Iterator[Self]:
+        """Yield the branches directly below this node."""
+        for value in self._data.values():
+            if isinstance(value, Node):
+                yield cast(Self, value)
+
+    # -- mapping -----------------------------------------------------------------------------
+
+    def _rebuild(
+        self,
+        fn: Callable[[Any], Any],
+        batch_size: torch.Size,
+        names: Names,
+        memo: dict[Any, Any] | None = None,
+        tag: Callable[[Any], Any] = id,
+    ) -> Self:
+        """Return a new tree of ``fn(leaf)``, with ``batch_size`` in place of this node's own.
+
+        ``fn`` is called once for a leaf that stands under several keys, so that a tie stays a tie
+        and an in-place ``fn`` changes it once. A branch whose batch size goes further than this
+        node's keeps its further dims behind the new ones.
+        """
+        if memo is None:
+            memo = {}
+            if torch.compiler.is_compiling():
+                tag = itself  # an id would be a guard, and every call a recompile
+        depth = len(self._batch_size)
+        data: dict[str, Any] = {}
+        for key, value in self._data.items():
+            kind = type(value)
+            if kind is Tensor or kind is Parameter or not isinstance(value, Node):
+                done = memo.get(tag(value))
+                if done is None:
+                    memo[tag(value)] = done = fn(value)
+                data[key] = done
+            elif len(value._batch_size) == depth:
+                data[key] = value._rebuild(fn, batch_size, names, memo, tag)
+            else:
+                further = torch.Size((*batch_size, *value._batch_size[depth:]))
+                data[key] = value._rebuild(fn, further, _extend(names, value, depth), memo, tag)
+        return self._like(data, batch_size, names)
+
+    def _zip(self, fn: Callable[[Any, Any], Any], other: "Node") -> Self:
+        """Return a new tree of ``fn(leaf, other_leaf)``, paired by key in this tree's order."""
+        theirs = other._data
+        if self._data.keys() != theirs.keys():
+            raise self._unpaired(other)
+        data: dict[str, Any] = {}
+        for key, value in self._data.items():
+            if isinstance(value, Node):
+                match = theirs[key]
+                if not isinstance(match, Node):
+                    raise MissingKeyError(f"{key!r} is a branch here and a leaf there")
+                data[key] = value._zip(fn, match)
+            elif isinstance(theirs[key], Node):
+                raise MissingKeyError(f"{key!r} is a leaf here and a branch there")
+            else:
+                data[key] = fn(value, theirs[key])
+        return self._like(data, self._batch_size, self._names)
+
+    def _unpaired(self, other: "Node") -> MissingKeyError:
+        """Return the error for two trees whose keys differ, with every key that has no partner."""
+        here = listing(key for key in self._data if key not in other._data)
+        there = listing(key for key in other._data if key not in self._data)
+        return MissingKeyError(
+            f"the trees differ: only the first has {here}, only the second {there}"
+        )
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+def _extend(names: Names, branch: Node, depth: int) -> Names:
+    """Return the names of a branch whose dims before ``depth`` are now called ``names``."""
+    if branch._names is None:
+        return None if names is None else (*names, *[None] * (len(branch._batch_size) - depth))
+    return (*(names or ()), *branch._names[depth:]) if names is not None else None
