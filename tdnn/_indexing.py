@@ -137,8 +137,7 @@ class Indexing(TensorDictBase):
             if len(kinds) > 1:  # one that cannot hold the number must speak before the first write
                 for dtype in kinds:
                     torch.empty((), dtype=dtype).fill_(value)
-        for leaf in leaves:
-            leaf[place] = value
+        _put(leaves, place, [value] * len(leaves))
 
     def _write_tree(self, parts: list[Part], source: TensorDictBase) -> None:
         """Write each leaf of ``source`` to the leaf of the same name."""
@@ -162,10 +161,7 @@ class Indexing(TensorDictBase):
             place, size, _ = outline(parts, self._batch_size, None)
             shapes = [self._inner(size, leaf) for leaf in leaves]
             values = self._fit_all(shapes, leaves, values, above)
-        for leaf, value in zip(leaves, values, strict=True):
-            if value.dtype is not leaf.dtype or value.device != leaf.device:
-                value = value.to(leaf)
-            leaf[place] = value
+        _put(leaves, place, values)
 
     def _inner(self, size: torch.Size, leaf: Tensor) -> tuple[int, ...]:
         """Return the shape of a leaf with ``size`` in place of the batch size."""
@@ -417,6 +413,14 @@ def _fit(value: Tensor, shape: tuple[int, ...], further: int, above: int) -> Ten
     if any(n not in (1, m) for n, m in zip(last, target, strict=True)):
         return None
     return value.reshape(last) if more else value
+
+
+def _put(leaves: Sequence[Tensor], place: tuple[Part, ...], values: Sequence[Any]) -> None:
+    """Write each value into its leaf, cast as it is by a write at a slice."""
+    for leaf, value in zip(leaves, values, strict=True):
+        if isinstance(value, Tensor) and (value.dtype, value.device) != (leaf.dtype, leaf.device):
+            value = value.to(leaf)
+        leaf[place] = value
 
 
 # -- choosing --------------------------------------------------------------------------------
