@@ -130,8 +130,9 @@ def _run(benchmark: Any, chosen: Case) -> None:
     works.get(PLAIN, bool)()
     if benchmark.enabled:
         medians = {name: middle(times) for name, times in measure(works, rounds=20).items()}
+        ours = medians.pop(OURS)
         for name, median in medians.items():
-            benchmark.extra_info[f"{name} / {OURS}"] = round(median / medians[OURS], 2)
+            benchmark.extra_info[f"{name} / {OURS}"] = round(median / ours, 2)
 
 
 def _time(benchmark: Any, work: Work) -> None:

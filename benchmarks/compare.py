@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1 round is needed")
     if not any(args.only in name for name in names()):
-        parser.error(f"--only {args.only}: no name contains it; there are: {', '.join(names())}")
+        near = get_close_matches(args.only, names(), n=3, cutoff=0)
+        parser.error(f"--only {args.only}: no name contains it; the nearest: {', '.join(near)}")
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         parser.error(f"--json {args.json}: not a file in a folder that exists")
     return args
@@ -139,7 +141,7 @@ def describe(report: Report, table: Table) -> list[str]:
         parts += [table(*times_table(report.measured, has_peer))]
     targets = targets_rows(report)
     if targets:
-        head = ["target", "at", "bound", "found", "met", "plain torch would reach"]
+        head = ["target", "at", "bound", "found", "met", "plain torch reaches"]
         parts += ["Targets, each with the benchmark that comes out worst:", table(head, targets)]
     if report.growth:
         parts += [f"µs per leaf, by the number of leaves ({PLAIN} in brackets):"]
@@ -169,7 +171,7 @@ def targets_rows(report: Report) -> Rows:
             verdict.target.rule,
             spread(verdict.ratio),
             yes_or_no(verdict.met),
-            "" if verdict.limit is None else f"{verdict.limit:.1f}x",
+            "" if verdict.cap is None else f"{verdict.cap:.2f}x",
         ]
         for verdict in report.verdicts()
     ]

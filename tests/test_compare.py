@@ -114,10 +114,10 @@ def times(ours, theirs, plain):
 
 @pytest.mark.parametrize(("bound", "met"), [(2.9, True), (3.0, True), (3.1, False)])
 def test_a_floor_is_judged_by_the_smallest_ratio(bound, met):
-    target = Target("speed", PEER, OURS, bound, ("quick", "slow"))
+    target = Target("speed", PEER, OURS, bound, ("quick", "slow"), capped=True)
     verdict = judge(target, {"quick": times(1.0, 9.0, 1.0), "slow": times(2.0, 6.0, 0.5)})
     assert (verdict.name, verdict.ratio.value, verdict.met) == ("slow", 3.0, met)
-    assert verdict.limit == 12.0
+    assert verdict.cap == 12.0
     assert target.rule == f"≥ {bound:g}x"
 
 
@@ -126,7 +126,7 @@ def test_a_ceiling_is_judged_by_the_largest_ratio(bound, met):
     target = Target("cost", OURS, PLAIN, bound, ("quick", "slow"))
     verdict = judge(target, {"quick": times(1.0, 1.0, 1.0), "slow": times(2.0, 1.0, 1.0)})
     assert (verdict.name, verdict.ratio.value, verdict.met) == ("slow", 2.0, met)
-    assert verdict.limit is None
+    assert verdict.cap is None
     assert target.rule == f"≤ {bound:g}x"
 
 
@@ -197,7 +197,7 @@ def test_the_file_holds_the_rounds_and_the_medians(quick, tmp_path, capsys):
     [
         (["--rounds", "0"], "at least 1 round"),
         (["--rounds", "many"], "invalid int value: 'many'"),
-        (["--only", "zzz"], "no name contains it; there are: test_"),
+        (["--only", "test_clones"], "no name contains it; the nearest: test_clone,"),
         (["--json", "no/such/folder/out.json"], "not a file in a folder that exists"),
     ],
 )
