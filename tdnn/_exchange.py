@@ -11,7 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from operator import getitem, is_, setitem
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -82,33 +82,70 @@ class SlotExchange(Exchange):
         self._homes: list[Slots] = []
         self._targets: list[Slots] = []
         self._keys: list[str] = []
-        self._modules: list[nn.Module] = []
         self._orders: dict[int, tuple[Slots, tuple[str, ...]]] = {}
         self._found: list[Any] | None = None
         self._stack: list[Turn] = []
         self._plain: list[tuple[Slots, str, Tensor]] = []
         self._all_parameters = False
         self._thread = 0
-        lists = (self._homes, self._targets, self._keys, self._modules, self._orders)
-        if not all([_find(home, module, tree._kind, *lists) for home in tree._dicts()]):
-            faults = _faults(tree, module, ())
-            raise MissingKeyError(f"cannot swap into {_title(module)}: {'; '.join(faults)}")
-        modules = set(self._modules)
+        visits = self._plan()
+        modules = {module for _, module in visits}
+        self._modules = modules
+        self._shared = len(modules) < len(visits) and len(set(self._slot_ids())) < len(self._keys)
         kinds = set(map(type, modules))
-        self._shared = len(modules) < len(self._modules)
         self._listeners = any([kind.__setattr__ is not _SETATTR for kind in kinds])
         self._lazy = any([issubclass(kind, LazyModuleMixin) for kind in kinds])
+
+    def _plan(self) -> list[tuple[Slots, nn.Module]]:
+        """Find a slot for every leaf; return each dict of the tree with its module.
+
+        Hot (test_to_module_speed): flat lists, local names, one loop over a list that grows, and
+        no look at the leaves themselves.
+        """
+        homes, targets, keys = self._homes, self._targets, self._keys
+        plain = self._tree._kind  # nodes whose entries are all in the one dict _data
+        visits = [(home, self._root) for home in self._tree._dicts()]
+        for home, module in visits:
+            parameters: Any = module._parameters
+            modules = module._modules
+            for key in home:
+                if key in parameters:
+                    homes.append(home)
+                    targets.append(parameters)
+                    keys.append(key)
+                elif key in modules:
+                    branch, child = home[key], modules[key]
+                    if type(branch) is plain and child is not None:
+                        visits.append((branch._data, child))
+                    elif isinstance(branch, TensorDictBase) and child is not None:
+                        visits += [(below, child) for below in branch._dicts()]
+                    else:
+                        self._refuse()
+                elif key in module._buffers:
+                    buffers: Any = module._buffers
+                    self._orders[id(buffers)] = buffers, tuple(buffers)
+                    homes.append(home)
+                    targets.append(buffers)
+                    keys.append(key)
+                elif not isinstance(home[key], TensorDictBase) or home[key]._data:
+                    self._refuse()
+        return visits
+
+    def _refuse(self) -> NoReturn:
+        """Raise the error that lists all entries without a place in the module."""
+        faults = "; ".join(_faults(self._tree, self._root, ()))
+        raise MissingKeyError(f"cannot swap into {_title(self._root)}: {faults}")
 
     # -- in ------------------------------------------------------------------------------------
 
     def put(self) -> None:
         homes, targets, keys = self._homes, self._targets, self._keys
         new = list(map(getitem, homes, keys))
-        kinds = set(map(type, new))
-        self._all_parameters = kinds == _ONLY_PARAMETERS
-        if not self._all_parameters and any([issubclass(k, TensorDictBase) for k in kinds]):
-            faults = _faults(self._tree, self._root, ())
-            raise MissingKeyError(f"cannot swap into {_title(self._root)}: {'; '.join(faults)}")
+        if self._found is None:
+            kinds = set(map(type, new))
+            self._all_parameters = kinds == _ONLY_PARAMETERS
+            if not self._all_parameters and any([issubclass(k, TensorDictBase) for k in kinds]):
+                self._refuse()
         if self._shared:
             self._refuse_two_values(new)
         self._claim()
@@ -295,7 +332,7 @@ class SlotExchange(Exchange):
             _CLAIMS.append(weakref.ref(self))
 
     def _meets(self, other: "SlotExchange") -> bool:
-        return not set(self._modules).isdisjoint(other._modules)
+        return not self._modules.isdisjoint(other._modules)
 
     def _release(self) -> list["SlotExchange"]:
         """Let go of the modules; return the swaps of them that were put in later and are on."""
@@ -493,47 +530,6 @@ def _is_transformed(tensor: Any) -> bool:
     """Return whether a tensor belongs to a functorch transform that is running."""
     # No public name for this as of torch 2.14.
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def _find(
-    home: Slots,
-    module: nn.Module,
-    plain: type,
-    homes: list[Slots],
-    targets: list[Slots],
-    keys: list[str],
-    visited: list[nn.Module],
-    orders: dict[int, tuple[Slots, tuple[str, ...]]],
-) -> bool:
-    """Find a slot for every leaf at and below ``home``; return False if there is a fault.
-
-    Hot (test_to_module_speed): a plain function that fills flat lists and does not look at the
-    leaves themselves. ``plain`` is the class of nodes whose entries are in the one dict ``_data``.
-    """
-    visited.append(module)
-    parameters: Any = module._parameters
-    modules = module._modules
-    for key in home:
-        if key in parameters:
-            homes.append(home)
-            targets.append(parameters)
-            keys.append(key)
-        elif key in modules:
-            branch, child = home[key], modules[key]
-            if child is None or not isinstance(branch, TensorDictBase):
-                return False
-            for below in (branch._data,) if type(branch) is plain else branch._dicts():
-                if not _find(below, child, plain, homes, targets, keys, visited, orders):
-                    return False
-        elif key in module._buffers:
-            buffers: Any = module._buffers
-            orders[id(buffers)] = buffers, tuple(buffers)
-            homes.append(home)
-            targets.append(buffers)
-            keys.append(key)
-        elif not isinstance(home[key], TensorDictBase) or home[key]._data:
-            return False
-    return True
 
 
 def _nodes(tree: TensorDictBase) -> list[TensorDictBase]:
