@@ -43,7 +43,7 @@ RANK = {
 LONGEST = 600  # lines; a file is about one subject
 
 # What `import tdnn` may load that `import torch` has not loaded.
-ALLOWED: set[str] = set()
+ALLOWED = {"html", "html.entities"}  # for escape(), 1.5 ms
 
 
 def module_name(file):

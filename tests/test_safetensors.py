@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pictures import DTYPES, noise, picture, raw, round_trip
+from strategies import DTYPES as SHARED
+from strategies import trees
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -212,43 +214,13 @@ KEYS = st.one_of(
     st.sampled_from(["a", "b", "a.b", "a.b#2", "", ".", "a/b", "__metadata__", "tdnn", "\ud800"]),
     st.text(max_size=5),
 )
+TREES = st.booleans().flatmap(
+    lambda names: trees(keys=KEYS, names=names, dtypes=(*SHARED, torch.bfloat16, torch.complex128))
+)
 
 
-@st.composite
-def leaves(draw, size, pool):
-    """A leaf ``(*size, ...)``: new, with any strides, or one that is in the tree already."""
-    fitting = [leaf for leaf in pool if tuple(leaf.shape[: len(size)]) == size]
-    if fitting and draw(st.booleans()):
-        return draw(st.sampled_from(fitting))
-    dtype = draw(st.sampled_from(DTYPES))
-    shape = (*size, *draw(st.lists(st.integers(0, 3), max_size=2)))
-    leaf = noise(shape[::-1], dtype, draw(st.integers(0, 99))).permute(
-        list(range(len(shape)))[::-1]
-    )
-    if draw(st.booleans()):
-        leaf = leaf.contiguous()
-    pool.append(leaf)
-    return leaf
-
-
-@st.composite
-def trees(draw, size=None, pool=None, depth=3):
-    pool = [] if pool is None else pool
-    size = (size or ()) + tuple(draw(st.lists(st.integers(0, 3), max_size=1)))
-    tree = TensorDict({}, size)
-    for key in draw(st.lists(KEYS, max_size=4, unique=True)):
-        if depth and draw(st.booleans()):
-            tree.set(key, draw(trees(size, pool, depth - 1)))
-        else:
-            tree.set(key, draw(leaves(size, pool)))
-    if depth == 3 and draw(st.booleans()):
-        tree.names = [f"dim {i}" for i in range(len(size))]
-    return tree
-
-
-@given(trees())
+@given(TREES)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_a_random_tree_comes_back_whole(tmp_path, tree):
     path = tmp_path / "t"
     assert picture(round_trip(tree, path)) == picture(tree)
