@@ -1,4 +1,4 @@
-"""Random trees for hypothesis, shared by all tests.
+"""Random trees for hypothesis, and how to take them apart again; shared by all tests.
 
 Every element of a tree is another number (as far as the dtype can count), so that a value in the
 wrong place shows.
@@ -12,7 +12,7 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from tdnn import TensorDict
+from tdnn import TensorDict, TensorDictBase
 
 # Long enough to tell elements apart, with every way in which torch treats a dtype.
 DTYPES = (
@@ -114,8 +114,26 @@ def flat(td):
     found = {}
     for key in td.keys():  # noqa: SIM118  # iterating a tree goes over its rows
         value = td[key]
-        if isinstance(value, TensorDict):
+        if isinstance(value, TensorDictBase):
             found.update({(key, *path): leaf for path, leaf in flat(value).items()})
         else:
             found[key,] = value
     return found
+
+
+def branches(td):
+    """Yield the branches of a tree, depth first."""
+    for value in td.values():
+        if isinstance(value, TensorDictBase):
+            yield value
+            yield from branches(value)
+
+
+def planes(leaf, depth):
+    """Return a leaf as tensors that have its batch dims only, one for each further element."""
+    return list(leaf.reshape(*leaf.shape[:depth], leaf.shape[depth:].numel()).unbind(-1))
+
+
+def storage(tensor):
+    """Return what tensors that share memory have in common."""
+    return tensor.untyped_storage().data_ptr()

@@ -4,23 +4,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import flat, sizes, trees
+from strategies import branches, flat, planes, sizes, storage, trees
+from torch._dynamo.testing import CompileCounter
 
-from tdnn import TensorDict, TensorDictBase
+from tdnn import TensorDict
 from tdnn.errors import LockedError, MissingKeyError
 
 # -- a model ---------------------------------------------------------------------------------
-
-
-def planes(leaf, depth):
-    """Return a leaf as tensors that have its batch dims only, one for each further element."""
-    return list(leaf.reshape(*leaf.shape[:depth], leaf.shape[depth:].numel()).unbind(-1))
 
 
 def read(leaf, depth, index):
     """Index the batch dims of a leaf without telling torch about its further dims."""
     further = leaf.shape[depth:]
     parts = [plane[index] for plane in planes(leaf, depth)]
+    if not parts:
+        return leaf.new_empty((*torch.zeros(leaf.shape[:depth])[index].shape, *further))
     return torch.stack(parts, -1).reshape((*parts[0].shape, *further))
 
 
@@ -30,11 +28,9 @@ def write(leaf, depth, index, value):
     n = value.ndim - (leaf.ndim - depth)
     for part, new in zip(parts, planes(value, n), strict=True):
         part[index] = new
+    if not parts:
+        return leaf
     return torch.stack(parts, -1).reshape(leaf.shape)
-
-
-def storage(tensor):
-    return tensor.untyped_storage().data_ptr()
 
 
 def assert_indexed(td, index):
@@ -53,13 +49,6 @@ def assert_indexed(td, index):
             assert (storage(after[path]) == storage(leaf)) is is_view
     for branch, whole in zip(branches(found), branches(td), strict=True):
         assert branch.batch_size == (*want.shape, *whole.batch_size[depth:])
-
-
-def branches(td):
-    for value in td.values():
-        if isinstance(value, TensorDictBase):
-            yield value
-            yield from branches(value)
 
 
 # -- random indices --------------------------------------------------------------------------
@@ -677,7 +666,7 @@ def test_writing_at_a_mask_traces(td):
 
 
 def test_indexing_does_not_recompile_for_other_values(td):
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(lambda td: td[0].reshape(2, 2), fullgraph=True, backend=counter)
     for _ in range(3):
         compiled(td.clone())
