@@ -12,10 +12,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from tdnn._core import TensorDictBase
-from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn.errors import MissingKeyError
 
-__all__ = ["Told", "inputs_in_words", "missing_inputs", "name_of", "place", "tell", "title", "wish"]
+__all__ = [
+    "Told",
+    "inputs_in_words",
+    "lacking_outputs",
+    "lost_outputs",
+    "missing_inputs",
+    "name_of",
+    "outputs_in_words",
+    "place",
+    "tell",
+    "title",
+    "wrong_count",
+]
 
 
 class Told(str):
@@ -91,6 +103,18 @@ def inputs_in_words(keys: Iterable[NestedKey], values: Iterable[Any]) -> str:
     return f"read {', '.join(read)}" if read else "reads nothing"
 
 
+def outputs_in_words(keys: Iterable[NestedKey], values: Iterable[Any], tree: TensorDictBase) -> str:
+    """Return ``"wrote 'a' float32 (2,) to TensorDict (2,)"`` for the outputs of a call.
+
+    Example:
+        >>> outputs_in_words(["a", "_"], [torch.ones(2), None], TensorDict({}, [2]))
+        "wrote 'a' float32 (2,) to TensorDict (2,)"
+    """
+    pairs = zip(keys, values, strict=True)
+    wrote = ", ".join([f"{key!r} {in_words(value)}" for key, value in pairs if key != "_"])
+    return f"wrote {wrote} to {in_words(tree)}"
+
+
 def missing_inputs(
     who: str, wanted: Sequence[NestedKey], missing: Sequence[NestedKey], tree: TensorDictBase
 ) -> MissingKeyError:
@@ -100,6 +124,39 @@ def missing_inputs(
     gone = ", ".join([f"{key!r}{hint}" for key, hint in zip(missing, near, strict=True)])
     return MissingKeyError(
         Told(f"{who} reads {listing(wanted)}; missing is {gone}; the input has {listing(there)}")
+    )
+
+
+def wrong_count(who: str, keys: Sequence[NestedKey], result: Any) -> ValueError:
+    """Return the error for more or fewer outputs than there are keys for them."""
+    several = isinstance(result, tuple | list)
+    count = len(result) if several else 1
+    what = f"{count} output{'s' * (count != 1)}" if several else in_words(result)
+    advice = (
+        f"return a tuple of {len(keys)}, or drop a key"
+        if count < len(keys)
+        else "give each a key, '_' if it is to be dropped"
+    )
+    return ValueError(
+        Told(
+            f"{who} returned {what} for {len(keys)} out_key{'s' * (len(keys) != 1)} "
+            f"{listing(keys)}; {advice}"
+        )
+    )
+
+
+def lacking_outputs(
+    who: str, keys: Sequence[NestedKey], lacking: Sequence[NestedKey], result: Any
+) -> ValueError:
+    """Return the error for a mapping that does not hold all outputs."""
+    there = list(result.keys())
+    names = [key for key in there if isinstance(key, str)]
+    near = [f"{key!r}{hint(key, names) if isinstance(key, str) else ''}" for key in lacking]
+    return ValueError(
+        Told(
+            f"{who} returned a {type(result).__name__} of {listing(there)} for {len(keys)} "
+            f"out_keys {listing(keys)}; not in it is {', '.join(near)}"
+        )
     )
 
 

@@ -43,6 +43,7 @@ class TensorDictModuleBase(nn.Module):
     out_keys: list[NestedKey]
 
     _optional_inputs = False  # whether dispatch lets arguments be left out
+    _form: Any = None  # an object that is another one when the keys are others, for chains
     _selection: tuple[list[NestedKey], RemovableHandle] | None = None
 
     def _title(self) -> str:
@@ -146,7 +147,7 @@ class TensorDictModuleBase(nn.Module):
             >>> bool((module.weight == before).any())
             False
         """
-        resets = [
+        resets: list[Any] = [
             part.reset_parameters
             for part in self.modules()
             if part is not self and callable(getattr(part, "reset_parameters", None))

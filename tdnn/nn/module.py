@@ -1,21 +1,34 @@
 """Modules that read their inputs from a tree and write their outputs to it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Self, TypeAlias, cast
 
 from torch import Tensor, nn
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, as_path, hint, listing
-from tdnn.nn._faults import Told, in_words, inputs_in_words, missing_inputs, name_of, tell
+from tdnn.errors import MissingKeyError
+from tdnn.nn._faults import (
+    inputs_in_words,
+    lacking_outputs,
+    missing_inputs,
+    name_of,
+    outputs_in_words,
+    tell,
+    wrong_count,
+)
 from tdnn.nn.base import OutKeys, TensorDictModuleBase, normal_keys, picture
 from tdnn.nn.dispatch import dispatch
 from tdnn.tensordict import TensorDict
 
-__all__ = ["TensorDictModule", "TensorDictModuleBase", "checked_inplace", "write"]
+__all__ = ["TensorDictModule", "TensorDictModuleBase", "write"]
 
 InKeys: TypeAlias = NestedKey | Sequence[NestedKey] | Mapping[Any, Any]
 Inplace: TypeAlias = bool | Literal["empty"]
+_Form: TypeAlias = tuple[
+    tuple[NestedKey, ...], tuple[NestedKey, ...], bool, Inplace, dict[str, Any]
+]
 
 _ABSENT: Any = object()
 
@@ -60,10 +73,18 @@ class TensorDictModule(TensorDictModuleBase):
         tensor(2)
     """
 
-    _in_keys: list[NestedKey]
-    _out_keys: list[NestedKey]
-    _arguments: list[str] | None = None
-    _selected: list[NestedKey] | None = None
+    _places: tuple[Any, ...] = (True, False, "empty")  # values of inplace
+
+    # What a call goes by, in one tuple, which is new whenever any of it changes: the keys to read,
+    # the keys to write ("_" for an output that is not), whether the call is module(*inputs) and
+    # no more, ``inplace`` and ``get_kwargs``.
+    _form: _Form
+
+    _in_keys: tuple[NestedKey, ...] = ()
+    _out_keys: tuple[NestedKey, ...] = ()
+    _results: tuple[NestedKey, ...] = ()  # those that are written, for dispatch
+    _arguments: tuple[str, ...] | None = None
+    _selected: tuple[NestedKey, ...] | None = None
 
     def __init__(
         self,
@@ -85,11 +106,11 @@ class TensorDictModule(TensorDictModuleBase):
             near = hint(method, dir(module))
             raise TypeError(f"{type(self).__name__}: {name_of(module)} has no {method!r}{near}")
         self.module = module
-        self.method = method
-        self.method_kwargs = dict(method_kwargs or {})
-        self.get_kwargs = dict(get_kwargs or {})
-        self.strict = strict
-        self.inplace = checked_inplace(inplace, (True, False, "empty"), self._title())
+        self._method = method
+        self._method_kwargs = dict(method_kwargs or {})
+        self._get_kwargs = dict(get_kwargs or {})
+        self._strict = strict
+        self._inplace = self._checked_inplace(inplace)
         if out_to_in_map is not None and not isinstance(in_keys, Mapping):
             raise TypeError(f"{self._title()}: out_to_in_map is for a dict of in_keys")
         if out_to_in_map is False:
@@ -99,10 +120,13 @@ class TensorDictModule(TensorDictModuleBase):
 
     # -- keys ----------------------------------------------------------------------------------
 
-    @property  # type: ignore[override]  # a plain attribute in the base, checked on writing here
+    @property
     def in_keys(self) -> list[NestedKey]:
-        """The keys that the module reads; a new list has to fit the arguments."""
-        return self._in_keys
+        """The keys that the module reads, as a new list; assign one to change them.
+
+        A list of keys for a module that is called by name keeps the names of the arguments.
+        """
+        return list(self._in_keys)
 
     @in_keys.setter
     def in_keys(self, keys: InKeys) -> None:
@@ -113,21 +137,22 @@ class TensorDictModule(TensorDictModuleBase):
                     f"{self._title()}: a dict of in_keys goes from argument names, which are "
                     f"str, to keys; not so {listing(wrong)} (out_to_in_map=False turns it round)"
                 )
-            self._in_keys = normal_keys(list(keys.values()), "in_keys", self._title())
-            self._arguments = list(keys)
-            return
-        normal = normal_keys(keys, "in_keys", self._title())
-        if self._arguments is not None and len(normal) != len(self._arguments):
-            raise ValueError(
-                f"{self._title()} passes its inputs by name, to {listing(self._arguments)}; "
-                f"{listing(normal)} does not fit, assign a dict from arguments to keys"
-            )
-        self._in_keys = normal
+            normal = normal_keys(list(keys.values()), "in_keys", self._title())
+            self._arguments = tuple(keys)
+        else:
+            normal = normal_keys(keys, "in_keys", self._title())
+            if self._arguments is not None and len(normal) != len(self._arguments):
+                raise ValueError(
+                    f"{self._title()} passes its inputs by name, to {listing(self._arguments)}; "
+                    f"{listing(normal)} does not fit, assign a dict from arguments to keys"
+                )
+        self._in_keys = tuple(normal)
+        self._reform()
 
-    @property  # type: ignore[override]  # a plain attribute in the base, checked on writing here
+    @property
     def out_keys(self) -> list[NestedKey]:
-        """The keys that the module writes; a new list ends a selection."""
-        return self._out_keys if self._selected is None else self._selected
+        """The keys that the module writes, as a new list; to assign one ends a selection."""
+        return list(self._out_keys if self._selected is None else self._selected)
 
     @out_keys.setter
     def out_keys(self, keys: OutKeys) -> None:
@@ -138,21 +163,50 @@ class TensorDictModule(TensorDictModuleBase):
                 f"{self._title()}: two outputs cannot have one key, and {listing(normal)} has "
                 f"{listing(twice)} more than once; '_' drops an output"
             )
-        self._out_keys = normal
+        self._out_keys = tuple(normal)
         self._selected = None
+        self._reform()
 
     @property
     def out_keys_source(self) -> list[NestedKey]:
         """All keys that the module writes, before :meth:`select_out_keys`."""
-        return self._out_keys
+        return list(self._out_keys)
 
     def select_out_keys(self, *out_keys: NestedKey) -> Self:  # noqa: D102  # as in the base
-        self._selected = self._known(out_keys)
+        self._selected = tuple(self._known(out_keys))
+        self._reform()
         return self
 
     def reset_out_keys(self) -> Self:  # noqa: D102  # as in the base
         self._selected = None
+        self._reform()
         return self
+
+    @property
+    def inplace(self) -> Any:
+        """Where the outputs are written: True, False or "empty"; may be assigned."""
+        return self._inplace
+
+    @inplace.setter
+    def inplace(self, inplace: Any) -> None:
+        self._inplace = self._checked_inplace(inplace)
+        self._reform()
+
+    def _checked_inplace(self, inplace: Any) -> Any:
+        for choice in self._places:
+            if inplace is choice or (choice == "empty" and inplace == "empty"):
+                return choice
+        raise ValueError(
+            f"{self._title()}: inplace is one of {list(self._places)}, not {inplace!r}"
+        )
+
+    def _reform(self) -> None:
+        written = self._out_keys
+        if self._selected is not None:
+            written = tuple([key if key in self._selected else "_" for key in written])
+        self._results = tuple([key for key in written if key != "_"])
+        is_plain = self._arguments is None and self._method is None and not self._method_kwargs
+        self._form = (self._in_keys, written, is_plain, self._inplace, self._get_kwargs)
 
     def _turned(self, keys: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return ``{argument: key}`` for ``{key: argument}``."""
@@ -165,11 +219,11 @@ class TensorDictModule(TensorDictModuleBase):
 
     @property
     def _optional_inputs(self) -> bool:  # type: ignore[override]  # constant in the base
-        return not self.strict
+        return not self._strict
 
     # -- the call ------------------------------------------------------------------------------
 
-    @dispatch(auto_batch_size=False)
+    @dispatch(source="_in_keys", dest="_results", auto_batch_size=False)
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -188,106 +242,90 @@ class TensorDictModule(TensorDictModuleBase):
         Returns:
             The tree with the outputs (see ``inplace``), or the outputs in a call with tensors.
         """
-        # Benchmark test_tdmodule: attributes of nn.Module are read from their dict, because
-        # nn.Module.__getattr__ costs more than everything else here.
-        if args:
-            raise TypeError(
-                Told(f"{self._title()} takes the tree alone by position; {len(args)} more given")
-            )
-        inputs = self._gather(tensordict)
-        call = self._modules.get("module")
-        if call is None:
-            call = self.__dict__["module"]
-        if self.method is not None:
-            call = getattr(call, self.method)
-        if self.method_kwargs:
-            kwargs = {**self.method_kwargs, **kwargs}
+        # Benchmark test_tdmodule: reading an attribute of a Module costs more than a test, so
+        # the most common call is written out here and the rest is left to methods.
+        in_keys, out_keys, is_plain, inplace, options = self._form
+        get: Any = partial(tensordict.get, **options) if options else tensordict.get
+        inputs = []
         try:
-            if self._arguments is None:
-                result = call(*inputs, **kwargs)
+            for key in in_keys:
+                value = get(key, _ABSENT)
+                if value is _ABSENT:
+                    raise MissingKeyError
+                inputs.append(value)
+        except MissingKeyError:
+            inputs = self._read_others(tensordict)
+        module: Any = self.__dict__.get("module")
+        if module is None:
+            module = self._modules["module"]
+        try:
+            if is_plain and not args and not kwargs:
+                result = module(*inputs)
             else:
-                result = call(**dict(zip(self._arguments, inputs, strict=True)), **kwargs)
+                result = self._call(module, inputs, args, kwargs)
         except Exception as err:
-            tell(err, f"{self._title()} {inputs_in_words(self._in_keys, inputs)}")
+            tell(err, f"{self._title()} {inputs_in_words(in_keys, inputs)}")
             raise
-        values = (result,) if type(result) is Tensor else self._spread(result)
-        if len(values) != len(self._out_keys):
-            raise self._miscounted(result, values)
         if tensordict_out is None:
-            tensordict_out = tensordict if self.inplace is True else self._fresh(tensordict)
-        write(self._title, tensordict_out, self._kept(values))
+            tensordict_out = tensordict if inplace is True else self._fresh(tensordict)
+        several = type(result) is not Tensor or len(out_keys) != 1
+        values = self._spread(result) if several else [result]
+        try:
+            if several:
+                write(tensordict_out, out_keys, values)
+            elif out_keys[0] != "_":
+                tensordict_out.set(out_keys[0], result)
+        except Exception as err:
+            tell(err, f"{self._title()} {outputs_in_words(out_keys, values, tensordict_out)}")
+            raise
         return tensordict_out
 
-    def _gather(self, tensordict: TensorDictBase) -> list[Any]:
-        """Return the inputs, or say which of them are not there."""
-        get = tensordict.get
-        try:
-            if self.get_kwargs:
-                options = {"default": _ABSENT, **self.get_kwargs}
-                inputs = [get(key, **options) for key in self._in_keys]
-            else:
-                inputs = [get(key, _ABSENT) for key in self._in_keys]
-        except KeyError:  # a key that goes through a leaf
-            inputs = [get(key) if key in tensordict else _ABSENT for key in self._in_keys]
-        for value in inputs:
-            if value is _ABSENT:
-                return self._without_missing(inputs, tensordict)
-        return inputs
-
-    def _without_missing(self, inputs: list[Any], tensordict: TensorDictBase) -> list[Any]:
-        if not self.strict:
-            return [None if value is _ABSENT else value for value in inputs]
+    def _read_others(self, tensordict: TensorDictBase) -> list[Any]:
+        """Return the inputs with None for those that are not there, if that is allowed."""
         wanted = self._in_keys
-        missing = [key for key, value in zip(wanted, inputs, strict=True) if value is _ABSENT]
-        raise missing_inputs(self._title(), wanted, missing, tensordict)
+        missing = [key for key in wanted if key not in tensordict]
+        if self._strict:
+            raise missing_inputs(self._title(), wanted, missing, tensordict) from None
+        return [None if key in missing else tensordict.get(key) for key in wanted]
+
+    def _call(
+        self, module: Any, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the module, or its method, with inputs by name and further arguments."""
+        if args:
+            raise TypeError(f"{self._title()} takes the tree alone by position, not {args!r} too")
+        call = module if self._method is None else getattr(module, self._method)
+        if self._arguments is None:
+            return call(*inputs, **{**self._method_kwargs, **kwargs})
+        named = dict(zip(self._arguments, inputs, strict=True))
+        return call(**named, **{**self._method_kwargs, **kwargs})
 
     def _spread(self, result: Any) -> Sequence[Any]:
-        """Return the outputs, one for each of ``out_keys`` if the module did right."""
+        """Return the outputs, one for each of ``out_keys``, or say why there are not that many."""
         keys = self._out_keys
-        if isinstance(result, tuple | list):
-            return result
-        if isinstance(result, Mapping | TensorDictBase):
+        if isinstance(result, (tuple, list)):  # a union would be made on each call
+            values: Sequence[Any] = result
+        elif isinstance(result, Mapping | TensorDictBase):
             values = [_ABSENT if key == "_" else _at(result, key) for key in keys]
-            named = [value for key, value in zip(keys, values, strict=True) if key != "_"]
-            if named and all(value is not _ABSENT for value in named):
-                return values
-        return () if result is None and not keys else (result,)
-
-    def _miscounted(self, result: Any, values: Sequence[Any]) -> ValueError:
-        """Return the error for a wrong number of outputs."""
-        keys = self._out_keys
-        wanted = f"{len(keys)} out_key{'s' * (len(keys) != 1)} {listing(keys)}"
-        if isinstance(result, Mapping | TensorDictBase):
-            there = list(result.keys())  # type: ignore[union-attr]  # every tree has keys
-            absent = [key for key in keys if key != "_" and _at(result, key) is _ABSENT]
-            names = [key for key in there if isinstance(key, str)]
-            near = [f"{k!r}{hint(k, names) if isinstance(k, str) else ''}" for k in absent]
-            return ValueError(
-                Told(
-                    f"{self._title()} returned a {type(result).__name__} of {listing(there)} "
-                    f"for {wanted}; not in it is {', '.join(near)}"
-                )
-            )
-        count = len(values)
-        what = in_words(result) if count == 1 else f"{count} outputs"
-        what = "1 output" if isinstance(result, tuple | list) and count == 1 else what
-        advice = (
-            f"return a tuple of {len(keys)}, or drop a key"
-            if count < len(keys)
-            else "name the others too, with '_' for one to drop"
-        )
-        return ValueError(Told(f"{self._title()} returned {what} for {wanted}; {advice}"))
+            lacking = [
+                key
+                for key, value in zip(keys, values, strict=True)
+                if value is _ABSENT and key != "_"
+            ]
+            if lacking and len(keys) > 1:
+                raise lacking_outputs(self._title(), keys, lacking, result)
+            if lacking or all([key == "_" for key in keys]):
+                values = (result,)
+        else:
+            values = () if result is None and not keys else (result,)
+        if len(values) != len(keys):
+            raise wrong_count(self._title(), keys, result)
+        return values
 
     def _fresh(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if self.inplace is False:
+        if self._inplace is False:
             return TensorDict({})
         return cast(TensorDict, tensordict).empty()
-
-    def _kept(self, values: Sequence[Any]) -> list[tuple[NestedKey, Any]]:
-        """Return the outputs that are written, with their keys."""
-        pairs = zip(self._out_keys, values, strict=True)
-        kept = self._selected
-        return [(k, v) for k, v in pairs if k != "_" and (kept is None or k in kept)]
 
     # -- the wrapped module --------------------------------------------------------------------
 
@@ -312,28 +350,21 @@ class TensorDictModule(TensorDictModuleBase):
 
     def _title(self) -> str:
         wrapped = self._wrapped()
-        method = self.__dict__.get("method")
+        method = self.__dict__.get("_method")
         return f"{type(self).__name__}({name_of(wrapped)}{f'.{method}' if method else ''})"
 
     def __repr__(self) -> str:
         wrapped = self._wrapped()
         parts = [f"module={repr(wrapped) if isinstance(wrapped, nn.Module) else name_of(wrapped)}"]
-        if self.method is not None:
-            parts.append(f"method={self.method!r}")
+        if self._method is not None:
+            parts.append(f"method={self._method!r}")
         keys: Any = self._in_keys
         if self._arguments is not None:
             keys = dict(zip(self._arguments, keys, strict=True))
         parts += [f"in_keys={keys!r}", f"out_keys={self.out_keys!r}"]
-        if self.inplace is not True:
-            parts.append(f"inplace={self.inplace!r}")
+        if self._inplace is not True:
+            parts.append(f"inplace={self._inplace!r}")
         return picture(type(self).__name__, parts)
-
-
-def checked_inplace(inplace: Any, allowed: tuple[Any, ...], who: str) -> Any:
-    for choice in allowed:
-        if inplace is choice or (isinstance(choice, str) and inplace == choice):
-            return choice
-    raise ValueError(f"{who}: inplace is one of {list(allowed)}, not {inplace!r}")
 
 
 def _at(result: Any, key: NestedKey) -> Any:
@@ -349,25 +380,23 @@ def _at(result: Any, key: NestedKey) -> Any:
     return result
 
 
-def write(
-    who: Callable[[], str], out: TensorDictBase, outputs: Sequence[tuple[NestedKey, Any]]
-) -> None:
-    """Write the outputs of the module that ``who`` names, all or none."""
-    try:
-        if len(outputs) > 1:
-            # The first of several must not be there if the last cannot be written.
-            outputs = [(key, _admitted(out, key, value)) for key, value in outputs]
-        for key, value in outputs:
+def write(out: TensorDictBase, keys: Sequence[NestedKey], values: Sequence[Any]) -> None:
+    """Write the outputs of a module, all or none; those under ``"_"`` are dropped."""
+    # The first of several must not be there if the last cannot be written.
+    ready: dict[NestedKey, Any] = {}
+    for at, key in enumerate(keys):
+        if key != "_":
+            ready[key] = _admitted(out, key, values[at])
+    for key, value in ready.items():
+        if type(value) is Tensor and type(key) is str:
+            out._put(key, value)
+        else:
             out.set(key, value)
-    except Exception as err:
-        words = ", ".join([f"{key!r} {in_words(value)}" for key, value in outputs])
-        tell(err, f"{who()} wrote {words} to {in_words(out)}")
-        raise
 
 
 def _admitted(out: TensorDictBase, key: NestedKey, value: Any) -> Any:
     """Return a value as ``out.set`` would store it, without storing it."""
-    node, _ = out._home(as_path(key))
+    node = out if type(key) is str else out._home(as_path(key))[0]
     if node._lock is not None:
         out.set(key, value)  # raises the error of a locked tree
     return node._admit(value, key)

@@ -1,16 +1,24 @@
 """A chain of modules that run one after the other on the same tree."""
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from torch import nn
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, as_key, as_path, hint, listing
-from tdnn.nn._faults import Told, inputs_in_words, lost_outputs, place, title
+from tdnn.nn._faults import (
+    Told,
+    inputs_in_words,
+    lost_outputs,
+    outputs_in_words,
+    place,
+    tell,
+    title,
+)
 from tdnn.nn.base import TensorDictModuleBase, WrapModule, normal_keys, picture
 from tdnn.nn.dispatch import dispatch
-from tdnn.nn.module import TensorDictModule, checked_inplace, write
+from tdnn.nn.module import TensorDictModule, write
 from tdnn.tensordict import TensorDict
 
 __all__ = ["TensorDictSequential"]
@@ -19,6 +27,15 @@ Step: TypeAlias = Any  # a module with in_keys and out_keys, of any class
 Steps: TypeAlias = dict[str, Step]
 
 _ASIDE = (False, "empty")  # values of inplace that leave the input as it is
+
+
+class _Keys(NamedTuple):
+    """The keys of a chain, and what they were worked out from."""
+
+    forms: list[Any]
+    others: list[Any]
+    in_keys: tuple[NestedKey, ...]
+    out_keys: tuple[NestedKey, ...]
 
 
 class TensorDictSequential(TensorDictModule):
@@ -60,6 +77,10 @@ class TensorDictSequential(TensorDictModule):
         (True, ['h'])
     """
 
+    _places = (None, True, False, "empty")
+
+    _worked_out: _Keys
+
     def __init__(
         self,
         *modules: Any,
@@ -71,7 +92,8 @@ class TensorDictSequential(TensorDictModule):
         steps, named = _as_steps(modules, type(self).__name__)
         self.module = nn.ModuleDict(steps) if named else nn.ModuleList(steps.values())
         self.partial_tolerant = partial_tolerant
-        self.inplace = checked_inplace(inplace, (None, True, False, "empty"), self._title())
+        self._inplace = self._checked_inplace(inplace)
+        self._reform()
         if selected_out_keys is not None:
             self.select_out_keys(*selected_out_keys)
 
@@ -80,7 +102,7 @@ class TensorDictSequential(TensorDictModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         """The keys that the steps read and no earlier step writes."""
-        return _in_keys(self._steps.values())
+        return list(self._keys().in_keys)
 
     @in_keys.setter
     def in_keys(self, keys: object) -> None:
@@ -89,7 +111,7 @@ class TensorDictSequential(TensorDictModule):
     @property
     def out_keys(self) -> list[NestedKey]:
         """The keys that the steps write, in the order of the last writing, or the selected ones."""
-        return self.out_keys_source if self._selected is None else self._selected
+        return list(self._keys().out_keys if self._selected is None else self._selected)
 
     @out_keys.setter
     def out_keys(self, keys: object) -> None:
@@ -100,18 +122,63 @@ class TensorDictSequential(TensorDictModule):
     @property
     def out_keys_source(self) -> list[NestedKey]:
         """All keys that the steps write, before :meth:`select_out_keys`."""
-        return _out_keys(self._steps.values())
+        return list(self._keys().out_keys)
 
     @property
-    def _optional_inputs(self) -> bool:
+    def _in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]  # stored in the base
+        return self._keys().in_keys
+
+    @property
+    def _results(self) -> tuple[NestedKey, ...]:  # type: ignore[override]  # stored in the base
+        # Read by dispatch, which has just read _in_keys.
+        return self._worked_out.out_keys if self._selected is None else self._selected
+
+    def _keys(self) -> _Keys:
+        """Return the keys, worked out anew if a step's were changed since the last time."""
+        if not self._are_current(self._worked_out):
+            self._reform()
+        return self._worked_out
+
+    def _are_current(self, known: _Keys) -> bool:
+        # Benchmark test_tdseq_dispatch: mostly each step has the very form that it had before.
+        holder: Any = self._modules["module"]
+        forms = known.forms
+        if len(forms) != len(holder._modules):
+            return False
+        try:
+            for at, step in enumerate(holder._modules.values()):
+                if step._form is not forms[at]:
+                    return False
+        except AttributeError:  # a module with keys that is not one of ours
+            return False
+        return not known.others or known.others == self._others()
+
+    def _others(self) -> list[Any]:
+        """Return the keys of the steps without a form, which may change in place."""
+        return [
+            (step._keys(), step._selected)
+            if isinstance(step, TensorDictSequential)
+            else (list(_reads(step)), list(_writes(step)))
+            for step in self._steps.values()
+            if getattr(step, "_form", None) is None
+        ]
+
+    def _reform(self) -> None:
+        steps = self._steps.values()
+        forms = [getattr(step, "_form", None) for step in steps]
+        in_keys, out_keys = tuple(_in_keys(steps)), tuple(_out_keys(steps))
+        self._worked_out = _Keys(forms, self._others(), in_keys, out_keys)
+
+    @property
+    def _optional_inputs(self) -> bool:  # type: ignore[override]  # a constant in the base
         return self.partial_tolerant or any(
             getattr(step, "_optional_inputs", False) for step in self._steps.values()
         )
 
     # -- the call ------------------------------------------------------------------------------
 
-    @dispatch(auto_batch_size=False)
-    def forward(
+    @dispatch(source="_in_keys", dest="_results", auto_batch_size=False)
+    def forward(  # type: ignore[override]  # tensordict's signatures, which differ
         self,
         tensordict: TensorDictBase,
         tensordict_out: TensorDictBase | None = None,
@@ -135,7 +202,7 @@ class TensorDictSequential(TensorDictModule):
             raise TypeError(
                 Told(f"{self._title()} takes a tree, or {takes}, and no {listing(kwargs)}")
             )
-        inplace = self.inplace
+        inplace = self._inplace
         selects = self._selected is not None
         if tensordict_out is None and not selects and (inplace is None or inplace is True):
             result = self._run(tensordict)
@@ -152,10 +219,11 @@ class TensorDictSequential(TensorDictModule):
 
     def _run(self, tree: TensorDictBase) -> TensorDictBase:
         """Run the steps on the tree itself and return what the last one returns."""
-        name = ""
+        at = ""
+        tolerant = self.partial_tolerant
         try:
-            for name, step in self._steps.items():
-                if self.partial_tolerant and not all([key in tree for key in step.in_keys]):
+            for at, step in self._steps.items():  # noqa: B007  # the handler reads it
+                if tolerant and not all([key in tree for key in step.in_keys]):
                     continue
                 result = step(tree)
                 if not isinstance(result, TensorDictBase):
@@ -164,7 +232,7 @@ class TensorDictSequential(TensorDictModule):
                     )
                 tree = result
         except Exception as err:
-            place(err, self._where(name), _reading(self._steps[name], tree))
+            place(err, self._where(at), _reading(self._steps[at], tree))
             raise
         return tree
 
@@ -184,14 +252,20 @@ class TensorDictSequential(TensorDictModule):
                 missing = [key for key in self._selected if key not in result]
                 if missing:
                     raise lost_outputs(self._title(), missing, result)
-            write(self._title, out, [(key, result.get(key)) for key in keys])
+            values = [result.get(key) for key in keys]
+            try:
+                write(out, keys, values)
+            except Exception as err:
+                tell(err, f"{self._title()} {outputs_in_words(keys, values, out)}")
+                raise
         return out
 
     # -- steps ---------------------------------------------------------------------------------
 
     @property
     def _steps(self) -> Steps:
-        return cast(Steps, cast(nn.Module, self._modules["module"])._modules)
+        holder: Any = self._modules["module"]
+        return holder._modules  # type: ignore[no-any-return]  # a dict, of whatever modules
 
     @property
     def _named(self) -> bool:
@@ -293,6 +367,7 @@ class TensorDictSequential(TensorDictModule):
         checked = dict(_container(steps, self._named)._modules)
         self._steps.clear()
         self._steps.update(checked)
+        self._reform()
 
     def _with(self, steps: Steps) -> Self:
         """Return a chain of other steps that is like this one in all else but the selection."""
@@ -305,6 +380,7 @@ class TensorDictSequential(TensorDictModule):
         new._modules.update(self._modules)
         new.module = _container(steps, self._named)
         new._selected = None
+        new._reform()
         return new
 
     # -- part of a chain -----------------------------------------------------------------------
@@ -371,7 +447,7 @@ class TensorDictSequential(TensorDictModule):
         cut = self._with(steps)
         if self._selected is not None:
             written = _out_keys(steps.values())
-            cut._selected = [key for key in self._selected if key in written]
+            cut._selected = tuple([key for key in self._selected if key in written])
         return cut
 
     def _unreachable(self, lost: list[NestedKey], have: list[NestedKey]) -> ValueError:
@@ -392,8 +468,8 @@ class TensorDictSequential(TensorDictModule):
         parts += [f"in_keys={self.in_keys!r}", f"out_keys={self.out_keys!r}"]
         if self.partial_tolerant:
             parts.append("partial_tolerant=True")
-        if self.inplace is not None:
-            parts.append(f"inplace={self.inplace!r}")
+        if self._inplace is not None:
+            parts.append(f"inplace={self._inplace!r}")
         return picture(type(self).__name__, parts)
 
 
@@ -436,16 +512,24 @@ def _reading(step: Step, tree: TensorDictBase) -> str:
 # -- which keys --------------------------------------------------------------------------------
 
 
+def _reads(step: Step) -> Sequence[NestedKey]:
+    return getattr(step, "in_keys", ())
+
+
+def _writes(step: Step) -> Sequence[NestedKey]:
+    return getattr(step, "out_keys", ())
+
+
 def _in_keys(steps: Iterable[Step]) -> list[NestedKey]:
     """Return what the steps read and no earlier one writes, without the parts of what is read."""
     found: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
     begun: set[NestedKey] = set()  # the branches that the written keys stand in
     for step in steps:
-        for key in getattr(step, "in_keys", ()):
+        for key in _reads(step):
             if key not in begun and key not in written and not _within(key, written):
                 found[key] = None
-        for key in getattr(step, "out_keys", ()):
+        for key in _writes(step):
             written.add(key)
             begun.update(_branches(key))
     return [key for key in found if not _within(key, found)]
@@ -455,7 +539,7 @@ def _out_keys(steps: Iterable[Step]) -> list[NestedKey]:
     """Return what the steps write, each key once, at the place of its last writing."""
     found: dict[NestedKey, None] = {}
     for step in steps:
-        for key in getattr(step, "out_keys", ()):
+        for key in _writes(step):
             found.pop(key, None)
             found[key] = None
     found.pop("_", None)
