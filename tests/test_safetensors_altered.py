@@ -179,9 +179,10 @@ FOREIGN = {
     "bool shape": (file_of({"w": tensor_entry(shape=[True])}, b"1234"), "impossible shape"),
     "huge shape": (file_of({"w": tensor_entry(shape=[2**70])}, b"1234"), "impossible shape"),
     "wide shape": (
-        file_of({"w": tensor_entry(0, 0, [2**62, 2**62, 0])}),
+        file_of({"w": tensor_entry(0, 0, [0, 2**62, 2**62])}),
         "torch cannot make 'w'",
     ),
+    "long shape": (file_of({"w": tensor_entry(0, 0, [2**62] * 9999)}), r"impossible .*\.\.\.$"),
     "shape": (file_of({"w": tensor_entry(shape=[2])}, b"1234"), "needs 8 bytes .* at 0 to 4"),
     "backwards": (file_of({"w": tensor_entry(4, 0)}, b"1234"), "at 4 to 0"),
     "negative": (file_of({"w": tensor_entry(-4, 0)}, b"1234"), "at -4 to 0"),

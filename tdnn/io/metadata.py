@@ -17,7 +17,7 @@ from tdnn._core import TensorDictBase
 from tdnn._keys import Path, as_key, listing
 from tdnn.errors import FileFormatError
 
-__all__ = ["Row", "describe", "grow", "misfits"]
+__all__ = ["Row", "brief", "describe", "grow", "misfits"]
 
 Row: TypeAlias = list[Any]
 
@@ -104,14 +104,14 @@ def grow(
         case [0, "", dict(about)]:
             stack = [_node(kind, about, device, root)]
         case _:
-            raise FileFormatError(f"its tree does not begin with a root, but with {_brief(root)}")
+            raise FileFormatError(f"its tree does not begin with a root, but with {brief(root)}")
     used = set()
     for row in rest:
         match row:
             case [int(depth), str(key), str() | dict() as what] if 1 <= depth <= len(stack):
                 del stack[depth:]
             case _:
-                raise FileFormatError(f"its tree has the malformed row {_brief(row)}")
+                raise FileFormatError(f"its tree has the malformed row {brief(row)}")
         home = stack[-1]
         if key in home._data:
             raise FileFormatError(f"its tree has the key {key!r} twice in one node")
@@ -132,13 +132,13 @@ def _node(
 ) -> TensorDictBase:
     size, names = about.get("batch_size"), about.get("names")
     if not isinstance(size, list) or not all(type(n) is int and 0 <= n < 2**63 for n in size):
-        raise FileFormatError(f"its tree has no batch size in the row {_brief(row)}")
+        raise FileFormatError(f"its tree has no batch size in the row {brief(row)}")
     if device is None and "device" in about:
         device = torch.device("cpu")
     node = kind({}, torch.Size(size), device)
     if names is not None:
         if not isinstance(names, list) or not all(n is None or type(n) is str for n in names):
-            raise FileFormatError(f"its tree has wrong names of dims in the row {_brief(row)}")
+            raise FileFormatError(f"its tree has wrong names of dims in the row {brief(row)}")
         try:
             node.names = names
         except ValueError as err:
@@ -158,6 +158,12 @@ def _leaf(tensors: Mapping[str, Tensor], name: str, size: torch.Size) -> Tensor:
     return tensor
 
 
-def _brief(row: object) -> str:
-    text = repr(row)
+def brief(found: object) -> str:
+    """Return what was found as a message shows it: its ``repr``, cut when it is long.
+
+    Example:
+        >>> brief([1, "a"])
+        "[1, 'a']"
+    """
+    text = repr(found)
     return text if len(text) <= 80 else f"{text[:77]}..."

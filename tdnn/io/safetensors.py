@@ -36,7 +36,7 @@ from tdnn._core import TensorDictBase
 from tdnn._declared import Device, as_device
 from tdnn._keys import Path, as_key, listing
 from tdnn.errors import FileFormatError
-from tdnn.io.metadata import describe, grow, misfits
+from tdnn.io.metadata import brief, describe, grow, misfits
 
 __all__ = ["Disk"]
 
@@ -456,30 +456,36 @@ def _place(name: str, entry: Any, parted: str | None, start: int) -> _Place:
             pass
         case _:
             raise FileFormatError(f"the entry of {name!r} has no dtype, shape and data_offsets")
-    dtype = _DTYPES.get(code)
-    if parted is not None:
-        dtype = _PARTED.get(parted)
-        further = _PARTS[dtype][1] if dtype else []
-        if (
-            dtype is None
-            or code != _PARTS[dtype][0]
-            or shape[len(shape) - len(further) :] != further
-        ):
-            raise FileFormatError(f"{name!r} is said to be {parted}, stored as {code} {shape}")
-        shape = shape[: len(shape) - len(further)]
-    if dtype is None:
-        raise FileFormatError(f"{name!r} has the unknown dtype {code!r}")
-    if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-        raise FileFormatError(f"{name!r} has the impossible shape {shape}")
+    if parted is None:
+        dtype = _DTYPES.get(code)
+        if dtype is None:
+            raise FileFormatError(f"{name!r} has the unknown dtype {code!r}")
+    else:
+        dtype, shape = _whole(name, parted, code, shape)
     count = dtype.itemsize
     for n in shape:
+        if type(n) is not int or n < 0 or count * n >= 2**63:
+            raise FileFormatError(f"{name!r} has the impossible shape {brief(shape)}")
         count *= n
     if not 0 <= begin <= end or end - begin != count:
         raise FileFormatError(
-            f"{name!r} of shape {tuple(shape)} and {dtype} needs {count} bytes and is said to be "
+            f"{name!r} of shape {brief(shape)} and {dtype} needs {count} bytes and is said to be "
             f"at {begin} to {end}"
         )
     return _Place(start + begin, start + end, dtype, shape)
+
+
+def _whole(name: str, parted: str, code: str, shape: list[Any]) -> tuple[torch.dtype, list[Any]]:
+    """Return dtype and shape of a tensor that is stored as the parts of its numbers."""
+    dtype = _PARTED.get(parted)
+    if dtype is not None:
+        want, further = _PARTS[dtype]
+        cut = len(shape) - len(further)
+        if code == want and shape[cut:] == further:
+            return dtype, shape[:cut]
+    raise FileFormatError(
+        f"{name!r} is said to be {parted}, stored as {code} of shape {brief(shape)}"
+    )
 
 
 def _refuse_gaps(places: dict[str, _Place], start: int, size: int) -> None:
@@ -519,7 +525,9 @@ def _tensor(data: mmap.mmap, name: str, place: _Place) -> Tensor:
         count = (end - begin) // dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(shape)
     except RuntimeError as err:
-        raise FileFormatError(f"torch cannot make {name!r} of shape {shape}: {err}") from None
+        raise FileFormatError(
+            f"torch cannot make {name!r} of shape {brief(shape)}: {err}"
+        ) from None
 
 
 def _flat(tensors: dict[str, Tensor]) -> list[list[Any]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from tdnn import TensorDict
+from tdnn import LazyStackedTensorDict, TensorDict, TensorDictParams
 
 
 class TwoNames(nn.Module):
@@ -163,6 +163,29 @@ def test_the_parameters_of_an_ensemble_keep_their_batch_dim(path):
 
     got = torch.vmap(run, (0, None))(params, x)
     torch.testing.assert_close(got, torch.stack([net(x) for net in nets]))
+
+
+def test_a_lazy_stack_of_parameters_is_saved_as_a_stack(path):
+    trees = [TensorDict.from_module(nn.Linear(4, 3)) for _ in range(5)]
+    LazyStackedTensorDict(*trees).save(path)
+    params = TensorDict.load(path)
+    assert params.batch_size == (5,)
+    for tree, row in zip(trees, params.unbind(0), strict=True):
+        assert torch.equal(row["weight"], tree["weight"])
+
+
+def test_parameters_that_are_a_module_are_saved_and_loaded_as_one(path):
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(2, 4)
+    params = TensorDictParams(TensorDict.from_module(net))
+    assert params.save(path) is params
+    plain, module = TensorDict.load(path), TensorDictParams.load(path)
+    assert type(plain) is TensorDict
+    assert type(module) is TensorDictParams
+    assert [type(leaf) for leaf in module.parameters()] == [nn.Parameter] * 2
+    other = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    for loaded in (plain, module):
+        with loaded.to_module(other):
+            assert torch.equal(other(x), net(x))
 
 
 def test_loaded_parameters_can_be_trained_and_saved_over_their_own_file(path):
