@@ -39,6 +39,7 @@ def assert_indexed(td, index):
     found = td[index]
     assert type(found) is TensorDict
     assert found.batch_size == want.shape
+    assert len(found.names) == want.ndim
     depth = td.batch_dims
     before, after = flat(td), flat(found)
     assert before.keys() == after.keys()
@@ -139,7 +140,8 @@ def shape_size(shape):
 @st.composite
 def trees_and_indices(draw, **kwargs):
     size = draw(sizes())
-    return draw(trees(batch_size=size, **kwargs)), draw(indices(size))
+    td = draw(trees(batch_size=size, names=draw(st.booleans()), **kwargs))
+    return td, draw(indices(size))
 
 
 @given(trees_and_indices())

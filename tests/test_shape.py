@@ -29,6 +29,7 @@ def assert_works_as_on_tensors(op, *tds, views=None):
     wants = listed(op(*[torch.zeros(td.batch_size) for td in tds]))
     founds = listed(op(*tds))
     assert [found.batch_size for found in founds] == [want.shape for want in wants]
+    assert [len(found.names) for found in founds] == [want.ndim for want in wants]
     leaves = [flat(td) for td in tds]
     for at, (found, want) in enumerate(zip(founds, wants, strict=True)):
         after = flat(found)
@@ -132,7 +133,7 @@ def operations(draw, size):
 @st.composite
 def trees_and_operations(draw):
     size = draw(sizes())
-    return draw(trees(batch_size=size)), draw(operations(size))
+    return draw(trees(batch_size=size, names=draw(st.booleans()))), draw(operations(size))
 
 
 @given(trees_and_operations())
