@@ -211,13 +211,19 @@ def _write(
 ) -> None:
     many = _at_once(fn, columns, kwargs)
     if many is not None:
-        many(*columns, **kwargs)
+        try:
+            many(*columns, **kwargs)
+        except Exception as err:
+            err.add_note("some leaves may have been written")
+            raise
         return
     for row in _rows(columns):
         try:
             fn(*row, **kwargs)
         except Exception as err:
-            err.add_note(f"at the leaf {_name(tree, row[0])}; leaves before it have been written")
+            err.add_note(
+                f"at the leaf {_name(tree, row[0])}; leaves before it may have been written"
+            )
             raise
 
 
@@ -261,7 +267,7 @@ def _check_dtypes(
     dtypes = {x.dtype for column in lists for x in column}
     if len(dtypes) == 1 and dtypes.pop().is_floating_point:
         complexes = [c for c in (*columns, *kwargs.values()) if isinstance(c, complex)]
-        places = {x.get_device() for column in lists for x in column} if len(lists) > 1 else ()
+        places = {x.device for column in lists for x in column} if len(lists) > 1 else ()
         if not complexes and len(places) < 2:
             return
     tried = set()

@@ -15,6 +15,7 @@ from tdnn._core import TensorDictBase
 from tdnn._declared import as_device
 from tdnn._dims import Tree
 from tdnn._indexing import where
+from tdnn._operators import tensor_first
 from tdnn._pieces import cat, stack
 
 __all__ = ["call"]
@@ -35,13 +36,16 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         TypeError: torch.relu does not take a tree; use td.apply(torch.relu) to call it ...
     """
     known = TABLE.get(func)
-    if known is None:
+    if known is not None:
+        return known(*args, **(kwargs or {}))
+    answer = tensor_first(func, args, kwargs)
+    if answer is NotImplemented:
         # For an operator (tensor + tree) this makes Python ask the tree's __radd__ next.
         name = _name(func)
         raise TypeError(
             f"{name} does not take a tree; use td.apply({name}) to call it on every leaf"
         )
-    return known(*args, **(kwargs or {}))
+    return answer
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -148,17 +152,36 @@ def _stack(tensors: Any, dim: int = 0, *, out: Any = None) -> Any:
 
 
 _METHODS = (
+    "abs",
+    "add",
+    "addcdiv",
+    "addcmul",
     "chunk",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
     "clone",
+    "div",
+    "exp",
     "flatten",
     "flip",
+    "lerp",
+    "log",
+    "maximum",
+    "minimum",
     "movedim",
+    "mul",
+    "neg",
     "permute",
+    "pow",
+    "reciprocal",
     "repeat_interleave",
     "reshape",
     "roll",
     "split",
+    "sqrt",
     "squeeze",
+    "sub",
     "transpose",
     "unbind",
     "unsqueeze",

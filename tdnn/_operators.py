@@ -1,5 +1,6 @@
 """The operators of Python on trees; each does what it does on a tensor, for every leaf."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from tdnn._combine import combine, operate, operate_
 from tdnn._core import TensorDictBase
 
-__all__ = ["Operators"]
+__all__ = ["Operators", "tensor_first"]
 
 
 def _rdiv(leaf: Tensor, other: Any) -> Tensor:
@@ -166,3 +167,49 @@ class Operators(TensorDictBase):
 
     def __ge__(self, other: Any) -> Self:
         return operate(self, torch.ge, other)
+
+
+# -- a tensor before the tree ------------------------------------------------------------------
+
+# The names of the functions that torch calls for `tensor + tree`, and what they ask of the tree.
+# Dynamo calls them for `tree + tensor` too, with the tensor first: hence those with an r, which
+# eager mode does not need. (So dynamo of torch 2.14 traces `tree += tensor` as a new tree.)
+_ASKED = {
+    "add": "__add__",
+    "sub": "__rsub__",
+    "__rsub__": "__sub__",
+    "mul": "__mul__",
+    "div": "__rtruediv__",
+    "__rdiv__": "__truediv__",
+    "__floordiv__": "__rfloordiv__",
+    "__rfloordiv__": "__floordiv__",
+    "remainder": "__rmod__",
+    "__rmod__": "__mod__",
+    "pow": "__rpow__",
+    "__rpow__": "__pow__",
+    "__and__": "__and__",
+    "bitwise_and": "__and__",
+    "__or__": "__or__",
+    "bitwise_or": "__or__",
+    "__xor__": "__xor__",
+    "bitwise_xor": "__xor__",
+    "eq": "__eq__",
+    "__eq__": "__eq__",
+    "ne": "__ne__",
+    "lt": "__gt__",
+    "le": "__ge__",
+    "gt": "__lt__",
+    "ge": "__le__",
+}
+
+
+def tensor_first(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """Return the result of torch's ``func(tensor, tree)``, or ``NotImplemented``.
+
+    The function is looked up by name: dynamo of torch 2.14 does not find one that is written in
+    Python, such as ``Tensor.__rsub__``, as the key of a dict.
+    """
+    asked = _ASKED.get(getattr(func, "__name__", ""))
+    if asked is None or kwargs or len(args) != 2 or not isinstance(args[0], Tensor):
+        return NotImplemented
+    return getattr(args[1], asked)(args[0])
