@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tdnn._core import TensorDictBase
 from tdnn._declared import as_device
-from tdnn._node import itself
 
 __all__ = ["Copies"]
 
@@ -29,7 +28,9 @@ class Copies(TensorDictBase):
             >>> td.clone()["a"] is td["a"], td.clone(False)["a"] is td["a"]
             (False, True)
         """
-        return self._rebuild(Tensor.clone if recurse else itself, self._batch_size, self._names)
+        if not recurse:
+            return self._shallow_copy()
+        return self._rebuild(Tensor.clone, self._batch_size, self._names)
 
     def copy(self) -> Self:
         """Return new nodes over the same tensors; the same as ``clone(False)``.
@@ -60,7 +61,7 @@ class Copies(TensorDictBase):
     @property
     def grad(self) -> Self:
         """A tree of the tensors' ``.grad``, without the leaves that have none."""
-        found = cast(Any, self)._shallow_copy()
+        found = cast(Any, self._shallow_copy())
         for path, leaf in self._leaves():
             if leaf.grad is None:
                 del found[path]

@@ -13,7 +13,7 @@ from torch import Tensor
 from tdnn._declared import Declared, Device, as_device, as_size
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn._lock import locked
-from tdnn._node import IsLeaf, Names, Scope, itself
+from tdnn._node import IsLeaf, Names, Scope
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Entry", "IsLeaf", "Names", "Scope", "TensorDictBase", "entries_of", "locked"]
@@ -38,24 +38,27 @@ class TensorDictBase(Declared):
         lock: bool = False,
         **kwargs: Any,
     ) -> None:
-        if batch_size is None and isinstance(source, TensorDictBase):
-            batch_size = source._batch_size
-            device = source._device if device is None else device
-            names = source._names if names is None else names
-        self._data = {}
-        self._batch_size = as_size(batch_size)
+        if source is not None and type(source) is not dict:
+            if isinstance(source, TensorDictBase):
+                if batch_size is None:
+                    batch_size = source._batch_size
+                    device = source._device if device is None else device
+                    names = source._names if names is None else names
+                source = source._data
+            elif not isinstance(source, Mapping):
+                raise TypeError(
+                    f"{type(self).__name__} is made from a mapping or a tree, not {source!r}"
+                )
+        self._batch_size = batch_size if type(batch_size) is torch.Size else as_size(batch_size)
         self._device = None if device is None else as_device(device)
         self._names = None
         self._lock = None
         self._scope = None
+        self._data = {}
         if source:
-            self._fill(source, non_blocking or False)
-        elif source is not None and not isinstance(source, Mapping | TensorDictBase):
-            raise TypeError(
-                f"{type(self).__name__} is made from a mapping or a tree, not {source!r}"
-            )
+            self._fill(self._data, source, non_blocking or False)
         if kwargs:
-            self._fill(kwargs, non_blocking or False)
+            self._fill(self._data, kwargs, non_blocking or False)
         if names is not None:
             self.names = names
         if lock:
@@ -68,38 +71,47 @@ class TensorDictBase(Declared):
 
     # -- the boundary ------------------------------------------------------------------------
 
-    def _fill(self, source: Mapping[Any, Any] | Self, non_blocking: bool) -> None:
-        """Take the entries of a mapping, whose keys may be tuples, into a node being made."""
+    def _fill(
+        self, data: dict[str, Any], source: Mapping[Any, Any] | Self, non_blocking: bool
+    ) -> None:
+        """Add the entries of a mapping, whose keys may be tuples, to the dict of a new node."""
+        size = self._batch_size
+        depth = len(size)
+        fits = size  # the last shape that did: most leaves share one
         for key, value in entries_of(source):
-            if type(key) is str:
-                if key in self._data:
-                    self._meet(key, value, non_blocking)
-                else:
-                    self._put(key, self._admit(value, key, non_blocking))
-                continue
-            path = as_path(key)
-            branch = {path[-1]: value}
-            for step in path[-2:0:-1]:
-                branch = {step: branch}
-            self._meet(path[0], branch if len(path) > 1 else value, non_blocking)
+            # Hot (test_creation): a tensor that needs nothing done to it.
+            if type(value) is Tensor and type(key) is str and self._device is None:
+                shape = value.shape if depth else fits
+                if (shape == fits or shape[:depth] == size) and key not in data:
+                    fits = shape
+                    data[key] = value
+                    continue
+            self._meet(data, as_path(key), value, non_blocking)
 
-    def _meet(self, key: str, value: Any, non_blocking: bool) -> None:
-        """Put a value at a key that may be there already: branches merge, leaves collide."""
-        mine = self._data.get(key)
+    def _meet(self, data: dict[str, Any], path: Path, value: Any, non_blocking: bool) -> None:
+        """Add a value to the dict of a new node; branches merge, leaves collide."""
+        key = path[0]
+        if len(path) > 1:
+            for step in path[:0:-1]:
+                value = {step: value}
+        mine = data.get(key)
         if mine is None:
-            self._put(key, self._admit(value, key, non_blocking))
+            data[key] = self._admit(value, key, non_blocking)
         elif isinstance(mine, TensorDictBase) and isinstance(value, Mapping | TensorDictBase):
-            mine._fill(cast(Any, value), non_blocking)
+            data[key] = merged = mine._shallow_copy()
+            merged._fill(merged._data, cast(Any, value), non_blocking)
         else:
             raise KeyConflictError(f"two entries for the key {key!r}")
 
     def _admit(self, value: Any, key: NestedKey, non_blocking: bool = False) -> Entry:
         """Return ``value`` as this node may hold it, or say why it cannot."""
-        if not isinstance(value, Tensor | TensorDictBase):
+        if type(value) is not Tensor and not isinstance(value, _KINDS):
             value = self._convert(value, key)
         size = self._batch_size
-        if size and value.shape[: len(size)] != size:
-            value = self._fit(value, key)
+        if size:
+            shape = value.shape
+            if shape != size and shape[: len(size)] != size:
+                value = self._fit(value, key)
         if self._device is not None and value.device != self._device:
             value = cast(Any, value).to(self._device, non_blocking=non_blocking)
         return cast(Entry, value)
@@ -108,7 +120,7 @@ class TensorDictBase(Declared):
         """Return a number, an array or a mapping as a leaf or a branch."""
         if isinstance(value, Mapping):
             branch = self._like({}, self._batch_size, self._names)
-            branch._fill(value, False)
+            branch._fill(branch._data, value, False)
             return branch
         if isinstance(value, _NUMBERS) or hasattr(value, "__array__"):
             try:
@@ -125,7 +137,7 @@ class TensorDictBase(Declared):
         """Return a branch with this node's batch size; a leaf that does not have it is an error."""
         size = self._batch_size
         if isinstance(value, TensorDictBase):
-            branch = value._rebuild(itself, value._batch_size, value._names)
+            branch = value._shallow_copy()
             try:
                 branch._set_batch_size(size)
             except ValueError as err:
@@ -160,6 +172,8 @@ class TensorDictBase(Declared):
 
     def _home(self, path: Path) -> tuple["TensorDictBase", Path]:
         """Return the deepest branch on the way to ``path`` that exists, and what is left to go."""
+        if len(path) == 1:
+            return self, path
         node: TensorDictBase = self
         for depth, step in enumerate(path[:-1]):
             below = node._data.get(step)
@@ -237,12 +251,21 @@ class TensorDictBase(Declared):
             >>> TensorDict({}, [3]).set(("a", "b"), torch.ones(3))["a", "b"]
             tensor([1., 1., 1.])
         """
+        # Hot (test_set): a tensor under a plain key of an unlocked tree without a device.
+        if type(key) is str and type(item) is Tensor and not inplace:
+            size = self._batch_size
+            if self._lock is None and self._device is None:
+                shape = item.shape if size else size
+                if shape == size or shape[: len(size)] == size:
+                    self._data[key] = item
+                    return self
+        return self._set(key, item, inplace, non_blocking)
+
+    def _set(self, key: NestedKey, item: Any, inplace: bool, non_blocking: bool) -> Self:
+        """Write any entry; :meth:`set` serves the most common ones itself."""
         if inplace and key in self:
             return self.set_(key, item, non_blocking=non_blocking)
-        if type(key) is str:
-            node, way = self, (key,)
-        else:
-            node, way = self._home(as_path(key))  # type: ignore[assignment]  # any node will do
+        node, way = self._home(as_path(key))
         if node._lock is not None:
             raise locked("set", key)
         value = node._admit(item, key, non_blocking)
@@ -350,3 +373,6 @@ class TensorDictBase(Declared):
 
 def entries_of(source: Mapping[Any, Any] | TensorDictBase) -> ItemsView[Any, Any]:
     return (source._data if isinstance(source, TensorDictBase) else source).items()
+
+
+_KINDS = (Tensor, TensorDictBase)

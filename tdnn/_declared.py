@@ -146,8 +146,11 @@ def as_size(size: Sequence[int] | int | None) -> torch.Size:
     if type(size) is torch.Size:
         return size
     if size is None:
-        return torch.Size(())
-    return torch.Size((size,) if isinstance(size, int) else tuple(size))
+        return _NO_BATCH
+    return torch.Size((size,) if isinstance(size, int) else size)
+
+
+_NO_BATCH = torch.Size(())
 
 
 def as_device(device: Device) -> torch.device:

@@ -8,7 +8,7 @@ object: the work for the index is done once, whatever the number of leaves.
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -66,6 +66,15 @@ class Indexing(TensorDictBase):
                 return self._data[index]
             except KeyError:
                 raise self._missing(index, (index,)) from None
+        if kind is tuple and index and type(index[0]) is str:
+            # Hot (test_nested_getitem): the walk itself, and care only where it fails.
+            node: Any = self
+            try:
+                for step in index:
+                    node = node._data[step]
+            except (KeyError, TypeError, AttributeError):
+                return self._entry(as_path(index))
+            return node
         # An int and a slice are spelled out for speed: benchmark test_getitem.
         size, names = self._batch_size, self._names
         if kind is int:
@@ -117,9 +126,8 @@ class Indexing(TensorDictBase):
         if isinstance(value, TensorDictBase):
             self._write_tree(parts, value)
         elif isinstance(value, Mapping):
-            source = self._like({}, torch.Size(()))
-            source._fill(value, False)
-            self._write_tree(parts, source)
+            source = self._like({}, torch.Size(()))._convert(value, "the value")
+            self._write_tree(parts, cast(TensorDictBase, source))
         else:
             self._write_value(parts, _as_value(value))
 

@@ -1,16 +1,13 @@
-"""The tree as a mapping: its keys, items and values, and moving entries in, out and about."""
+"""Entries that move: out of the tree, to another key, or into parts of the tree."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
-from tdnn._core import Entry, IsLeaf, TensorDictBase, entries_of, locked
+from tdnn._core import TensorDictBase, locked
 from tdnn._declared import as_device, as_size
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
-from tdnn._node import itself
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Entries"]
@@ -21,121 +18,10 @@ _KEEP: Any = object()
 KeySet = Sequence[NestedKey] | Mapping[NestedKey, NestedKey] | Callable[[Path, Any], bool]
 
 
-class NestedKeys(Set[NestedKey]):
-    """The keys of a tree at every depth; follows the tree, and compares like a set."""
-
-    __slots__ = ("_is_leaf", "_leaves_only", "_node", "_sort")
-
-    def __init__(
-        self, node: TensorDictBase, leaves_only: bool, is_leaf: IsLeaf | None, sort: bool
-    ) -> None:
-        self._node = node
-        self._leaves_only = leaves_only
-        self._is_leaf = is_leaf
-        self._sort = sort
-
-    def __iter__(self) -> Iterator[NestedKey]:
-        found = _nested(self._node, self._leaves_only, self._is_leaf, self._sort)
-        return iter([key for key, _ in found])
-
-    def __len__(self) -> int:
-        return len(_nested(self._node, self._leaves_only, self._is_leaf, False))
-
-    def __contains__(self, key: object) -> bool:
-        if self._is_leaf is not None:
-            return key in list(self)
-        if key not in self._node:
-            return False
-        found = self._node.get(cast(NestedKey, key))
-        return not (self._leaves_only and isinstance(found, TensorDictBase))
-
-    def __repr__(self) -> str:
-        return f"NestedKeys({list(self)})"
-
-    @classmethod
-    def _from_iterable(cls, keys: Any) -> Any:
-        return set(keys)
-
-
 class Entries(TensorDictBase):
-    """Keys, items, values, select, exclude, split, update, rename, pop, empty, to_dict."""
+    """pop, setdefault, rename_key_, select, exclude, split_keys, empty, to_dict."""
 
     __slots__ = ()
-
-    def keys(
-        self,
-        include_nested: bool = False,
-        leaves_only: bool = False,
-        is_leaf: IsLeaf | None = None,
-        *,
-        sort: bool = False,
-    ) -> Set[Any]:
-        """Return the keys, in the order of the tree or sorted.
-
-        Args:
-            include_nested: also the entries of branches, as tuples; a branch follows its entries.
-            leaves_only: leave out the keys of branches.
-            is_leaf: takes a type; a branch of a type for which it is true is not entered.
-            sort: by their parts.
-
-        Returns:
-            A view that follows the tree and supports ``in``, ``len`` and set operations.
-
-        Example:
-            >>> td = TensorDict({"a": 1, "b": {"c": 2}})
-            >>> list(td.keys()), list(td.keys(True)), list(td.keys(True, True))
-            (['a', 'b'], ['a', ('b', 'c'), 'b'], ['a', ('b', 'c')])
-        """
-        if include_nested:
-            return NestedKeys(self, leaves_only, is_leaf, sort)
-        if not leaves_only and not sort:
-            return self._data.keys()
-        return dict(_shallow(self, leaves_only, is_leaf, sort)).keys()
-
-    def items(
-        self,
-        include_nested: bool = False,
-        leaves_only: bool = False,
-        is_leaf: IsLeaf | None = None,
-        *,
-        sort: bool = False,
-    ) -> Any:
-        """Return the ``(key, entry)`` pairs; the arguments are those of :meth:`keys`.
-
-        Example:
-            >>> td = TensorDict({"a": 1, "b": {"c": 2}})
-            >>> list(td.items(True, True))
-            [('a', tensor(1)), (('b', 'c'), tensor(2))]
-        """
-        if include_nested:
-            return _nested(self, leaves_only, is_leaf, sort)
-        if not leaves_only and not sort:
-            return self._data.items()
-        return _shallow(self, leaves_only, is_leaf, sort)
-
-    def values(
-        self,
-        include_nested: bool = False,
-        leaves_only: bool = False,
-        is_leaf: IsLeaf | None = None,
-        *,
-        sort: bool = False,
-    ) -> Any:
-        """Return the entries; the arguments are those of :meth:`keys`.
-
-        Example:
-            >>> list(TensorDict({"a": 1, "b": {"c": 2}}).values(True, True))
-            [tensor(1), tensor(2)]
-        """
-        if include_nested:
-            found: list[Any] = []
-            if sort or is_leaf is not None:
-                return [value for _, value in _nested(self, leaves_only, is_leaf, sort)]
-            _add_values(self._data, found, leaves_only)
-            return found
-        if not leaves_only and not sort:
-            return self._data.values()
-        return [value for _, value in _shallow(self, leaves_only, is_leaf, sort)]
 
     # -- taking entries out and putting them in ------------------------------------------------
 
@@ -168,85 +54,6 @@ class Entries(TensorDictBase):
         if key not in self:
             self.set(key, default, inplace=inplace)
         return self._entry(as_path(key))
-
-    def update(
-        self,
-        input_dict_or_td: Mapping[Any, Any] | TensorDictBase | None = None,
-        clone: bool = False,
-        inplace: bool = False,
-        *,
-        non_blocking: bool = False,
-        keys_to_update: Sequence[NestedKey] | None = None,
-        is_leaf: IsLeaf | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Write the entries of a mapping or a tree; branches are merged. All or nothing.
-
-        Args:
-            input_dict_or_td: the entries; keys may be tuples.
-            clone: copy the tensors before they are held.
-            inplace: copy into the tensors that are there; new keys are still added.
-            non_blocking: for copies between devices.
-            keys_to_update: only these.
-            is_leaf: takes a type; a branch of such a type replaces instead of merging.
-            **kwargs: more entries.
-
-        Returns:
-            The tree itself. After an error nothing has changed.
-
-        Raises:
-            LockedError: the tree is locked and an entry would be added or replaced.
-            ValueError: a shape does not fit.
-
-        Example:
-            >>> td = TensorDict({"a": {"x": 1}})
-            >>> list(td.update({"a": {"y": 2}}).keys(True, True))
-            [('a', 'x'), ('a', 'y')]
-        """
-        source = {} if input_dict_or_td is None else input_dict_or_td
-        if not isinstance(source, Mapping | TensorDictBase):
-            raise TypeError(f"update takes a mapping or a tree, not {type(source).__name__}")
-        plan = _Update(inplace, clone, non_blocking, is_leaf)
-        plan.add(self, _chosen(source, keys_to_update), ())
-        plan.add(self, kwargs, ())
-        plan.commit()
-        return self
-
-    def update_(
-        self,
-        input_dict_or_td: Mapping[Any, Any] | TensorDictBase | None = None,
-        clone: bool = False,
-        *,
-        non_blocking: bool = False,
-        keys_to_update: Sequence[NestedKey] | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Copy values into entries that exist; they keep identity and storage. All or nothing.
-
-        Args:
-            input_dict_or_td: the values, of the shapes that are there (a number fills).
-            clone: accepted for compatibility; a copy is made in any case.
-            non_blocking: for copies between devices.
-            keys_to_update: only these.
-            **kwargs: more values.
-
-        Raises:
-            MissingKeyError: a key is not there.
-            ValueError: a shape is another.
-
-        Example:
-            >>> td = TensorDict({"a": torch.zeros(2)}, [2], lock=True)
-            >>> td.update_({"a": torch.ones(2)})["a"]
-            tensor([1., 1.])
-        """
-        source = {} if input_dict_or_td is None else input_dict_or_td
-        pairs = []
-        for entries in (_chosen(source, keys_to_update), kwargs.items()):
-            for key, value in entries:
-                pairs += self._copies(key, self._entry(as_path(key)), value)
-        for leaf, value in pairs:
-            leaf.copy_(value, non_blocking=non_blocking)
-        return self
 
     def rename_key_(self, old_key: NestedKey, new_key: NestedKey, safe: bool | None = None) -> Self:
         """Move an entry to another key; it becomes the last of its branch.
@@ -337,11 +144,12 @@ class Entries(TensorDictBase):
             >>> list(td.exclude("a", ("b", "d")).keys(True, True))
             [('b', 'c')]
         """
-        tree = self if inplace else self._shallow_copy()
-        for key in keys:
-            if key in tree:
-                del tree[key]
-        return tree
+        if inplace:
+            for key in keys:
+                if key in self:
+                    del self[key]
+            return self
+        return cast(Self, _without(self, _as_spec([as_path(key) for key in keys])))
 
     def split_keys(
         self,
@@ -468,10 +276,6 @@ class Entries(TensorDictBase):
 
     # -- helpers -------------------------------------------------------------------------------
 
-    def _shallow_copy(self) -> Self:
-        """Return new nodes over the same leaves."""
-        return self._rebuild(itself, self._batch_size, self._names)
-
     def _require(self, paths: Sequence[Path]) -> None:
         missing = [path for path in paths if path not in self]
         if len(missing) == 1:
@@ -481,135 +285,6 @@ class Entries(TensorDictBase):
                 f"not in the {type(self).__name__}: {listing(map(as_key, missing))}; "
                 f"it has {listing(self._data)}"
             )
-
-
-class _Update:
-    """The writes of one ``update``: all are checked before the first is made."""
-
-    def __init__(
-        self, inplace: bool, clone: bool, non_blocking: bool, is_leaf: IsLeaf | None
-    ) -> None:
-        self._inplace = inplace
-        self._clone = clone
-        self._non_blocking = non_blocking
-        self._is_leaf = is_leaf
-        self._puts: list[tuple[TensorDictBase, Path, Entry]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, node: TensorDictBase, entries: Any, above: Path) -> None:
-        """Plan the writes of ``(key, value)`` pairs, or a mapping, below ``node``."""
-        pairs = entries_of(entries) if isinstance(entries, Mapping | TensorDictBase) else entries
-        for key, value in pairs:
-            home, way = node._home(as_path(key))
-            mine = home._data.get(way[0]) if len(way) == 1 else None
-            full = (*above, *as_path(key))
-            if isinstance(mine, TensorDictBase) and self._merges(value):
-                self.add(mine, value, full)
-            elif self._inplace and mine is not None:
-                self._copies += home._copies(as_key(full), mine, value)
-            else:
-                self._add_put(home, way, value, full)
-
-    def _merges(self, value: Any) -> bool:
-        if self._is_leaf is not None and self._is_leaf(type(value)):
-            return False
-        return isinstance(value, Mapping | TensorDictBase)
-
-    def _add_put(self, home: TensorDictBase, way: Path, value: Any, full: Path) -> None:
-        if home._lock is not None:
-            raise locked("set", as_key(full))
-        value = home._admit(value, as_key(full), self._non_blocking)
-        if isinstance(value, TensorDictBase):
-            home._refuse_cycle(value, as_key(full))
-            value = value._rebuild(itself, value._batch_size, value._names)
-        if self._clone:
-            value = cast(Any, value).clone()
-        self._puts.append((home, way, value))
-
-    def commit(self) -> None:
-        for home, way, value in self._puts:
-            home._branch_off(way[:-1])._put(way[-1], value)
-        for leaf, value in self._copies:
-            leaf.copy_(value, non_blocking=self._non_blocking)
-
-
-def _nested(
-    node: TensorDictBase, leaves_only: bool, is_leaf: IsLeaf | None, sort: bool
-) -> list[tuple[NestedKey, Any]]:
-    """Return the pairs of a tree at every depth; top-level keys are ``str``, others paths."""
-    found: list[tuple[Any, Any]] = []
-    for key, value in node._data.items():
-        kind = type(value)
-        is_branch = kind is not Tensor and isinstance(value, TensorDictBase)
-        if is_branch and (is_leaf is None or not is_leaf(kind)):
-            _add_nested(value._data, (key,), found, leaves_only, is_leaf)
-            if leaves_only:
-                continue
-        found.append((key, value))
-    if sort:
-        found.sort(key=lambda pair: as_path(pair[0]))
-    return found
-
-
-def _add_nested(
-    data: dict[str, Any],
-    prefix: Path,
-    found: list[tuple[Any, Any]],
-    leaves_only: bool,
-    is_leaf: IsLeaf | None,
-) -> None:
-    for key, value in data.items():
-        path = (*prefix, key)
-        kind = type(value)
-        # Hot (test_items_nested): the exact type before the isinstance call.
-        is_branch = kind is not Tensor and isinstance(value, TensorDictBase)
-        if is_branch and (is_leaf is None or not is_leaf(kind)):
-            _add_nested(value._data, path, found, leaves_only, is_leaf)
-            if leaves_only:
-                continue
-        found.append((path, value))
-
-
-def _add_values(data: dict[str, Any], found: list[Any], leaves_only: bool) -> None:
-    for value in data.values():
-        kind = type(value)
-        if kind is not Tensor and kind is not Parameter and isinstance(value, TensorDictBase):
-            _add_values(value._data, found, leaves_only)
-            if leaves_only:
-                continue
-        found.append(value)
-
-
-def _shallow(
-    node: TensorDictBase, leaves_only: bool, is_leaf: IsLeaf | None, sort: bool
-) -> list[tuple[str, Any]]:
-    found = [
-        (key, value)
-        for key, value in node._data.items()
-        if not leaves_only
-        or not isinstance(value, TensorDictBase)
-        or (is_leaf is not None and is_leaf(type(value)))
-    ]
-    return sorted(found, key=lambda pair: pair[0]) if sort else found
-
-
-def _chosen(
-    source: Mapping[Any, Any] | TensorDictBase, keys: Sequence[NestedKey] | None
-) -> list[tuple[NestedKey, Any]]:
-    """Return the pairs of ``source``, or those of ``keys`` only."""
-    if keys is None:
-        return list(entries_of(source))
-    if isinstance(keys, str):
-        raise TypeError(f"keys_to_update is a list of keys; write [{keys!r}]")
-    if isinstance(source, TensorDictBase):
-        return [(key, source._entry(as_path(key))) for key in keys]
-    found = []
-    for key in keys:
-        value: Any = source
-        for step in (key,) if key in source else as_path(key):
-            value = value[step]
-        found.append((key, value))
-    return found
 
 
 def _as_spec(paths: Sequence[Path]) -> dict[str, Any]:
@@ -633,7 +308,20 @@ def _picked(node: TensorDictBase, wanted: dict[str, Any]) -> Any:
             elif wanted[key]:
                 data[key] = _picked(value, wanted[key])
             else:
-                data[key] = value._rebuild(itself, value._batch_size, value._names)
+                data[key] = value._shallow_copy()
+    return node._like(data, node._batch_size, node._names)
+
+
+def _without(node: TensorDictBase, unwanted: dict[str, Any]) -> Any:
+    data = {}
+    for key, value in node._data.items():
+        if not isinstance(value, TensorDictBase):
+            if key not in unwanted or unwanted[key]:
+                data[key] = value
+        elif key not in unwanted:
+            data[key] = value._shallow_copy()
+        elif unwanted[key]:
+            data[key] = _without(value, unwanted[key])
     return node._like(data, node._batch_size, node._names)
 
 

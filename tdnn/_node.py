@@ -147,16 +147,27 @@ class Node:
         for key, value in self._data.items():
             kind = type(value)
             if kind is Tensor or kind is Parameter or not isinstance(value, Node):
-                done = memo.get(tag(value))
-                if done is None:
-                    memo[tag(value)] = done = fn(value)
-                data[key] = done
+                at = tag(value)
+                if at not in memo:
+                    # With the leaf, whose id would pass on if it were made by reading and freed.
+                    memo[at] = (value, fn(value))
+                data[key] = memo[at][1]
             elif len(value._batch_size) == depth:
                 data[key] = value._rebuild(fn, batch_size, names, memo, tag)
             else:
                 further = torch.Size((*batch_size, *value._batch_size[depth:]))
                 data[key] = value._rebuild(fn, further, _extend(names, value, depth), memo, tag)
         return self._like(data, batch_size, names)
+
+    def _shallow_copy(self) -> Self:
+        """Return new nodes over the same leaves."""
+        data = {
+            key: value
+            if type(value) is Tensor or not isinstance(value, Node)
+            else value._shallow_copy()
+            for key, value in self._data.items()
+        }
+        return self._like(data, self._batch_size, self._names)
 
     def _zip(self, fn: Callable[[Any, Any], Any], other: "Node") -> Self:
         """Return a new tree of ``fn(leaf, other_leaf)``, paired by key in this tree's order."""

@@ -18,6 +18,8 @@ from tdnn._reduce import Reduce
 from tdnn._repr import Pictures
 from tdnn._shape import Shape
 from tdnn._swap import Swaps
+from tdnn._update import Updates
+from tdnn._views import Views
 from tdnn.io.safetensors import Disk
 
 __all__ = ["Swap", "TensorDict"]
@@ -25,7 +27,9 @@ __all__ = ["Swap", "TensorDict"]
 
 class TensorDict(
     Indexing,
+    Views,
     Entries,
+    Updates,
     Apply,
     Copies,
     Lenses,

@@ -22,7 +22,7 @@ LAYERS = [
     "_columns _dims _exchange _pytree",
     "_combine",
     "_operators",
-    "_mapping _apply _copies _indexing _pieces _shape _pointwise _reduce _lens _swap _repr",
+    "_views _update _mapping _apply _copies _indexing _pieces _shape _pointwise _reduce _lens _swap _repr",
     "_functions io.metadata",
     "io.safetensors",
     "io",

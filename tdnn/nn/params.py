@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import Buffer, Parameter
 
 from tdnn._core import Entry, TensorDictBase
+from tdnn._keys import NestedKey
 from tdnn.tensordict import TensorDict
 
 __all__ = ["TensorDictParams"]
@@ -78,6 +79,12 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
 
     def _dicts(self) -> tuple[dict[str, Any], ...]:
         return cast(Any, self._parameters), cast(Any, self._buffers), cast(Any, self._modules)
+
+    def set(
+        self, key: NestedKey, item: Any, inplace: bool = False, *, non_blocking: bool = False
+    ) -> Self:
+        """Write an entry as a parameter, a buffer or a branch; see :meth:`TensorDict.set`."""
+        return self._set(key, item, inplace, non_blocking)
 
     def _put(self, key: str, value: Entry) -> None:
         store: dict[str, Any]

@@ -1,0 +1,172 @@
+"""Many entries written at once, all or none of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, cast
+
+from torch import Tensor
+
+from tdnn._core import Entry, IsLeaf, TensorDictBase, entries_of, locked
+from tdnn._keys import NestedKey, Path, as_key, as_path
+
+__all__ = ["Updates"]
+
+
+class Updates(TensorDictBase):
+    """update and update_."""
+
+    __slots__ = ()
+
+    def update(
+        self,
+        input_dict_or_td: Mapping[Any, Any] | TensorDictBase | None = None,
+        clone: bool = False,
+        inplace: bool = False,
+        *,
+        non_blocking: bool = False,
+        keys_to_update: Sequence[NestedKey] | None = None,
+        is_leaf: IsLeaf | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Write the entries of a mapping or a tree; branches are merged. All or nothing.
+
+        Args:
+            input_dict_or_td: the entries; keys may be tuples.
+            clone: copy the tensors before they are held.
+            inplace: copy into the tensors that are there; new keys are still added.
+            non_blocking: for copies between devices.
+            keys_to_update: only these.
+            is_leaf: takes a type; a branch of such a type replaces instead of merging.
+            **kwargs: more entries.
+
+        Returns:
+            The tree itself. After an error nothing has changed.
+
+        Raises:
+            LockedError: the tree is locked and an entry would be added or replaced.
+            ValueError: a shape does not fit.
+
+        Example:
+            >>> td = TensorDict({"a": {"x": 1}})
+            >>> list(td.update({"a": {"y": 2}}).keys(True, True))
+            [('a', 'x'), ('a', 'y')]
+        """
+        source = {} if input_dict_or_td is None else input_dict_or_td
+        if not isinstance(source, TensorDictBase) and not isinstance(source, Mapping):
+            raise TypeError(f"update takes a mapping or a tree, not {type(source).__name__}")
+        plan = _Update(inplace, clone, non_blocking, is_leaf)
+        plan.add(self, _chosen(source, keys_to_update), ())
+        if kwargs:
+            plan.add(self, kwargs.items(), ())
+        plan.commit()
+        return self
+
+    def update_(
+        self,
+        input_dict_or_td: Mapping[Any, Any] | TensorDictBase | None = None,
+        clone: bool = False,
+        *,
+        non_blocking: bool = False,
+        keys_to_update: Sequence[NestedKey] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Copy values into entries that exist; they keep identity and storage. All or nothing.
+
+        Args:
+            input_dict_or_td: the values, of the shapes that are there (a number fills).
+            clone: accepted for compatibility; a copy is made in any case.
+            non_blocking: for copies between devices.
+            keys_to_update: only these.
+            **kwargs: more values.
+
+        Raises:
+            MissingKeyError: a key is not there.
+            ValueError: a shape is another.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(2)}, [2], lock=True)
+            >>> td.update_({"a": torch.ones(2)})["a"]
+            tensor([1., 1.])
+        """
+        source = {} if input_dict_or_td is None else input_dict_or_td
+        pairs = []
+        for entries in (_chosen(source, keys_to_update), kwargs.items()):
+            for key, value in entries:
+                pairs += self._copies(key, self._entry(as_path(key)), value)
+        for leaf, value in pairs:
+            leaf.copy_(value, non_blocking=non_blocking)
+        return self
+
+
+class _Update:
+    """The writes of one ``update``: all are checked before the first is made."""
+
+    def __init__(
+        self, inplace: bool, clone: bool, non_blocking: bool, is_leaf: IsLeaf | None
+    ) -> None:
+        self._inplace = inplace
+        self._clone = clone
+        self._non_blocking = non_blocking
+        self._is_leaf = is_leaf
+        self._puts: list[tuple[TensorDictBase, Path, Entry]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, node: TensorDictBase, entries: Any, above: Path) -> None:
+        """Plan the writes of ``(key, value)`` pairs below ``node``."""
+        for key, value in entries:
+            # Hot (test_update): a new tensor under a plain key.
+            if type(key) is str and type(value) is Tensor and not self._inplace:
+                self._add_put(node, (key,), value, above)
+                continue
+            path = as_path(key)
+            home, way = node._home(path)
+            mine = home._data.get(way[0]) if len(way) == 1 else None
+            if isinstance(mine, TensorDictBase) and self._merges(value):
+                self.add(mine, entries_of(value), above + path)
+            elif self._inplace and mine is not None:
+                self._copies += home._copies(as_key(above + path), mine, value)
+            else:
+                self._add_put(home, way, value, above + path[: -len(way)])
+
+    def _merges(self, value: Any) -> bool:
+        if self._is_leaf is not None and self._is_leaf(type(value)):
+            return False
+        return isinstance(value, Mapping | TensorDictBase)
+
+    def _add_put(self, home: TensorDictBase, way: Path, value: Any, above: Path) -> None:
+        key = as_key(above + way) if above else as_key(way)
+        if home._lock is not None:
+            raise locked("set", key)
+        value = home._admit(value, key, self._non_blocking)
+        if isinstance(value, TensorDictBase):
+            home._refuse_cycle(value, key)
+            value = value._shallow_copy()
+        if self._clone:
+            value = cast(Any, value).clone()
+        self._puts.append((home, way, value))
+
+    def commit(self) -> None:
+        for home, way, value in self._puts:
+            if len(way) > 1:
+                home = home._branch_off(way[:-1])
+            home._put(way[-1], value)
+        for leaf, value in self._copies:
+            leaf.copy_(value, non_blocking=self._non_blocking)
+
+
+def _chosen(
+    source: Mapping[Any, Any] | TensorDictBase, keys: Sequence[NestedKey] | None
+) -> Iterable[tuple[NestedKey, Any]]:
+    """Return the pairs of ``source``, or those of ``keys`` only."""
+    if keys is None:
+        return entries_of(source)
+    if isinstance(keys, str):
+        raise TypeError(f"keys_to_update is a list of keys; write [{keys!r}]")
+    if isinstance(source, TensorDictBase):
+        return [(key, source._entry(as_path(key))) for key in keys]
+    found = []
+    for key in keys:
+        value: Any = source
+        for step in (key,) if key in source else as_path(key):
+            value = value[step]
+        found.append((key, value))
+    return found
