@@ -15,6 +15,7 @@ __all__ = ["OutKeys", "TensorDictModuleBase", "WrapModule", "normal_keys", "pict
 
 OutKeys: TypeAlias = NestedKey | Sequence[NestedKey]
 
+_WIDTH = 88  # of a picture on one line
 _TRY = "a key is a str or a non-empty tuple of str"
 
 
@@ -112,7 +113,7 @@ class TensorDictModuleBase(nn.Module):
 
     def _known(self, out_keys: Sequence[NestedKey]) -> list[NestedKey]:
         """Return the keys of a selection, normalised, after checking that each is an output."""
-        chosen = normal_keys(out_keys, "out_keys", self._title())
+        chosen = normal_keys(list(out_keys), "out_keys", self._title())
         source = self.out_keys_source
         unknown = [key for key in chosen if key not in source or key == "_"]
         if unknown:
@@ -226,18 +227,17 @@ class WrapModule(TensorDictModuleBase):
 
 
 def picture(name: str, parts: Sequence[str]) -> str:
-    """Return ``name(parts)``, on one line if it fits.
+    """Return ``name(parts)``: on one line if it fits, else each part on a line.
 
     Example:
         >>> picture("f", ["a", "b"])
         'f(a, b)'
     """
     line = f"{name}({', '.join(parts)})"
-    if len(line) <= 88 and "\n" not in line:
+    if len(line) <= _WIDTH and "\n" not in line:
         return line
-    return (
-        f"{name}(\n" + "".join([f"  {part},\n" for part in parts]).replace("\n", "\n  ")[:-2] + ")"
-    )
+    lines = ",\n".join(parts).replace("\n", "\n  ")
+    return f"{name}(\n  {lines}\n)"
 
 
 def normal_keys(keys: Any, what: str, who: str) -> list[NestedKey]:

@@ -206,10 +206,10 @@ class _Form:
                 given[key] = kwargs.pop(name)
             else:
                 forgotten.append(name)
-        if twice or forgotten or at < end:
-            optional = getattr(owner, "_optional_inputs", False)
-            if twice or not optional or at < end:
-                raise self._misfit(owner, source, twice, end - at, forgotten, kwargs)
+        optional = getattr(owner, "_optional_inputs", False)
+        if twice or at < end or (forgotten and not optional):
+            raise self._misfit(owner, source, twice, end - at, forgotten, kwargs)
+        if optional:
             given = {key: value for key, value in given.items() if value is not None}
         return given
 

@@ -254,7 +254,7 @@ class TensorDictModule(TensorDictModuleBase):
                     raise MissingKeyError
                 inputs.append(value)
         except MissingKeyError:
-            inputs = self._read_others(tensordict)
+            inputs = self._read_others(tensordict, get)
         module: Any = self.__dict__.get("module")
         if module is None:
             module = self._modules["module"]
@@ -280,13 +280,13 @@ class TensorDictModule(TensorDictModuleBase):
             raise
         return tensordict_out
 
-    def _read_others(self, tensordict: TensorDictBase) -> list[Any]:
+    def _read_others(self, tensordict: TensorDictBase, get: Any) -> list[Any]:
         """Return the inputs with None for those that are not there, if that is allowed."""
         wanted = self._in_keys
         missing = [key for key in wanted if key not in tensordict]
         if self._strict:
             raise missing_inputs(self._title(), wanted, missing, tensordict) from None
-        return [None if key in missing else tensordict.get(key) for key in wanted]
+        return [None if key in missing else get(key) for key in wanted]
 
     def _call(
         self, module: Any, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -358,7 +358,7 @@ class TensorDictModule(TensorDictModuleBase):
         parts = [f"module={repr(wrapped) if isinstance(wrapped, nn.Module) else name_of(wrapped)}"]
         if self._method is not None:
             parts.append(f"method={self._method!r}")
-        keys: Any = self._in_keys
+        keys: Any = self.in_keys
         if self._arguments is not None:
             keys = dict(zip(self._arguments, keys, strict=True))
         parts += [f"in_keys={keys!r}", f"out_keys={self.out_keys!r}"]

@@ -1,0 +1,744 @@
+"""``TensorDictModule``, its base, and ``WrapModule``."""
+
+import copy
+import functools
+import pickle
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from tdnn import TensorDict
+from tdnn.errors import LockedError, MissingKeyError
+from tdnn.nn import TensorDictModule, TensorDictModuleBase, WrapModule, dispatch
+
+ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
+
+
+def tree(**entries):
+    return TensorDict(entries or {"x": ONE}, [2])
+
+
+def keys(td):
+    return list(td.keys(True, True))
+
+
+def plus_one(x):
+    return x + 1
+
+
+def fork(x):
+    return x + 1, x + 2
+
+
+class Doubling(TensorDictModuleBase):
+    """A module with a forward of its own, and keys in the class."""
+
+    in_keys, out_keys = ["a"], ["b", "c"]
+
+    @dispatch
+    def forward(self, tensordict):
+        tensordict["b"] = 2 * tensordict["a"]
+        tensordict["c"] = 4 * tensordict["a"]
+        return tensordict
+
+
+def notes(info):
+    return "\n".join(getattr(info.value, "__notes__", []))
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def test_a_module_reads_in_the_order_of_its_in_keys_and_writes_into_the_input():
+    module = TensorDictModule(torch.sub, in_keys=["x", "y"], out_keys=["z"])
+    td = tree(y=ONE, x=TWO)
+    assert module(td) is td
+    assert torch.equal(td["z"], ONE)
+    assert keys(td) == ["y", "x", "z"]
+
+
+def test_keys_may_be_nested():
+    module = TensorDictModule(fork, [("in", "x")], [("out", "deep", "y"), ("out", "z")])
+    td = module(tree(**{"in": {"x": ONE}}))
+    assert torch.equal(td["out", "deep", "y"], TWO)
+    assert torch.equal(td["out", "z"], ONE + 2)
+    assert td["out", "deep"].batch_size == (2,)
+
+
+@pytest.mark.parametrize(
+    ("given", "normal"),
+    [
+        ("x", ["x"]),
+        (("n", "x"), [("n", "x")]),
+        ([("n", ("m", "x")), ("y",)], [("n", "m", "x"), "y"]),
+        ([], []),
+    ],
+)
+def test_keys_are_normalised_on_construction(given, normal):
+    module = TensorDictModule(plus_one, given, given)
+    assert module.in_keys == normal and module.out_keys == normal
+
+
+def test_a_branch_may_be_an_input_and_an_output():
+    module = TensorDictModule(lambda branch: branch.apply(plus_one), ["n"], ["m"])
+    td = module(tree(n={"x": ONE}))
+    assert torch.equal(td["m", "x"], TWO)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_dict_passes_inputs_by_name(turned):
+    def minus(*, a, b, c=0):
+        return a - b + c
+
+    names = {"b": "y", "a": ("n", "x")}
+    if turned:
+        names = {key: name for name, key in names.items()}
+    module = TensorDictModule(minus, names, ["z"], out_to_in_map=not turned)
+    assert module.in_keys == ["y", ("n", "x")]
+    td = tree(n={"x": 3 * ONE}, y=TWO)
+    assert torch.equal(module(td)["z"], ONE)
+    assert torch.equal(module(td, c=5)["z"], 6 * ONE)
+    assert torch.equal(module(y=TWO, n_x=3 * ONE), ONE)
+
+
+def test_one_key_may_serve_several_arguments():
+    module = TensorDictModule(lambda *, a, b: a * b, {"a": "x", "b": "x"}, ["z"])
+    assert torch.equal(module(tree(x=TWO))["z"], 2 * TWO)
+    assert torch.equal(module(TWO), 2 * TWO)
+
+
+def test_a_method_may_be_called_with_arguments_of_its_own():
+    class Net(nn.Module):
+        def scale(self, x, by):
+            return x * by
+
+    module = TensorDictModule(Net(), ["x"], ["y"], method="scale", method_kwargs={"by": 3})
+    assert torch.equal(module(tree())["y"], 3 * ONE)
+    assert torch.equal(module(tree(), by=5)["y"], 5 * ONE)  # the call's own argument wins
+    assert torch.equal(module(ONE), 3 * ONE)
+
+
+def test_method_kwargs_serve_the_module_itself_too():
+    module = TensorDictModule(lambda x, by=1: x * by, ["x"], ["y"], method_kwargs={"by": 3})
+    assert torch.equal(module(tree())["y"], 3 * ONE)
+
+
+def test_get_kwargs_reach_get():
+    seen = []
+
+    class Watched(TensorDict):
+        def get(self, key, default=None, **kwargs):
+            seen.append(kwargs)
+            return super().get(key, default)
+
+    module = TensorDictModule(plus_one, ["x"], ["y"], get_kwargs={"padded": True})
+    module(Watched({"x": ONE}, [2]))
+    assert seen == [{"padded": True}]
+
+
+def test_any_callable_will_do():
+    class Callable:
+        def __call__(self, x):
+            return x + 1
+
+        def shift(self, x):
+            return x + 1
+
+    partial = functools.partial(torch.add, other=1)
+    for function in (plus_one, Callable(), Callable().shift, partial, nn.Identity(), torch.relu):
+        assert "y" in TensorDictModule(function, ["x"], ["y"])(tree())
+
+
+def test_an_empty_container_is_a_module_like_any_other():
+    module = TensorDictModule(nn.Sequential(), ["x"], ["y"])
+    assert module(tree())["y"] is not None
+
+
+# -- what the module returns ---------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    "several", [lambda x: (x, x + 1), lambda x: [x, x + 1], lambda x: Pair(x, x + 1)]
+)
+def test_outputs_are_written_in_order(several):
+    td = TensorDictModule(several, ["x"], ["p", "q"])(tree())
+    assert torch.equal(td["p"], ONE) and torch.equal(td["q"], TWO)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, TensorDict])
+def test_a_mapping_that_holds_all_keys_is_read_by_key(kind):
+    def named(x):
+        return kind({"q": x + 1, "more": x, "n": {"p": x}})
+
+    td = TensorDictModule(named, ["x"], [("n", "p"), "q"])(tree())
+    assert torch.equal(td["n", "p"], ONE) and torch.equal(td["q"], TWO)
+    assert "more" not in td
+    td = TensorDictModule(named, ["x"], ["_", "q"])(tree())
+    assert keys(td) == ["x", "q"]
+
+
+def test_a_mapping_with_tuple_keys_is_read_by_key():
+    td = TensorDictModule(lambda x: {("n", "p"): x, "q": x}, ["x"], ["q", ("n", "p")])(tree())
+    assert td["n", "p"] is td["x"]
+
+
+def test_another_mapping_is_the_value_of_a_single_key():
+    td = TensorDictModule(lambda x: {"p": x, "q": x + 1}, ["x"], ["y"])(tree())
+    assert torch.equal(td["y", "q"], TWO)
+
+
+def test_an_underscore_drops_an_output_of_any_kind():
+    td = TensorDictModule(lambda x: (x, None, object()), ["x"], ["y", "_", "_"])(tree())
+    assert keys(td) == ["x", "y"]
+    assert TensorDictModule(fork, ["x"], ["_", "y"])(ONE).tolist() == [3, 3]
+    assert keys(TensorDictModule(lambda x: {"p": x}, ["x"], ["_"])(tree())) == ["x"]
+    assert keys(TensorDictModule(plus_one, ["x"], ["_"])(tree())) == ["x"]
+
+
+def test_a_module_without_outputs_returns_none():
+    seen = []
+    td = TensorDictModule(seen.append, ["x"], [])(tree())
+    assert keys(td) == ["x"] and torch.equal(seen[0], ONE)
+
+
+def test_a_module_without_inputs_only_writes():
+    module = TensorDictModule(lambda: torch.zeros(2), [], ["y"])
+    assert keys(module(TensorDict({}, [2]))) == ["y"]
+    assert torch.equal(module(), torch.zeros(2))
+
+
+# -- where the outputs go --------------------------------------------------------------------------
+
+
+def test_inplace_says_where_the_outputs_go():
+    td = TensorDict({"x": ONE}, [2], device="cpu")
+    out = TensorDictModule(plus_one, ["x"], ["y"], inplace=False)(td)
+    assert (keys(out), out.batch_size, out.device) == (["y"], (), None)
+    out = TensorDictModule(plus_one, ["x"], ["y"], inplace="empty")(td)
+    assert (keys(out), out.batch_size, out.device) == (["y"], (2,), torch.device("cpu"))
+    assert keys(td) == ["x"]
+
+
+@pytest.mark.parametrize("inplace", [True, False, "empty"])
+def test_tensordict_out_is_written_whatever_inplace_says(inplace):
+    td, out = tree(), TensorDict({"old": ONE})
+    module = TensorDictModule(plus_one, ["x"], ["y"], inplace=inplace)
+    assert module(td, tensordict_out=out) is out
+    assert keys(td) == ["x"] and keys(out) == ["old", "y"]
+    assert torch.equal(module(ONE, tensordict_out=out), TWO)
+
+
+def test_inplace_may_be_changed_later():
+    module = TensorDictModule(plus_one, ["x"], ["y"])
+    module.inplace = False
+    assert keys(module(tree())) == ["y"]
+    with pytest.raises(ValueError, match=r"inplace is one of \[True, False, 'empty'\], not 'no'"):
+        module.inplace = "no"
+
+
+# -- keys that are changed later -------------------------------------------------------------------
+
+
+def test_keys_may_be_reassigned():
+    net = nn.Identity()
+    module = TensorDictModule(net, ["x"], ["y"])
+    net.register_forward_hook(lambda mod, args, out: (out, out + 1))
+    module.out_keys = ["p", ("n", "q")]
+    module.in_keys = "z"
+    td = module(tree(z=ONE))
+    assert keys(td) == ["z", "p", ("n", "q")]
+    assert [out.tolist() for out in module(z=ONE)] == [[1, 1], [2, 2]]
+
+
+def test_a_list_of_keys_that_was_read_is_a_copy():
+    module = TensorDictModule(plus_one, ["x"], ["y"])
+    module.in_keys.append("more")
+    module.out_keys.append("more")
+    assert (module.in_keys, module.out_keys) == (["x"], ["y"])
+
+
+def test_reassigned_keys_keep_the_names_of_arguments():
+    module = TensorDictModule(lambda *, a, b: a - b, {"a": "x", "b": "y"}, ["z"])
+    module.in_keys = ["p", "q"]
+    assert torch.equal(module(tree(p=TWO, q=ONE))["z"], ONE)
+    with pytest.raises(ValueError, match=r"by name, to \['a', 'b'\]; \['p'\] does not fit"):
+        module.in_keys = ["p"]
+    module.in_keys = {"b": "p", "a": "q"}
+    assert torch.equal(module(tree(p=TWO, q=ONE))["z"], -ONE)
+
+
+def test_an_input_list_may_become_a_dict():
+    module = TensorDictModule(torch.sub, ["x", "y"], ["z"])
+    module.in_keys = {"other": "x", "input": "y"}
+    assert torch.equal(module(tree(x=ONE, y=TWO))["z"], ONE)
+
+
+def test_selected_keys_are_the_only_ones_written():
+    module = TensorDictModule(fork, ["x"], ["y", "z"])
+    assert module.select_out_keys("z") is module
+    assert (module.out_keys, module.out_keys_source) == (["z"], ["y", "z"])
+    td = module(tree(x=ONE, y=7 * ONE))
+    assert torch.equal(td["y"], 7 * ONE) and torch.equal(td["z"], ONE + 2)
+    assert torch.equal(module(ONE), ONE + 2)
+    module.select_out_keys("y")
+    assert torch.equal(module(ONE), TWO)
+    assert module.reset_out_keys() is module
+    assert (module.out_keys, module.out_keys_source) == (["y", "z"], ["y", "z"])
+    assert len(module(ONE)) == 2
+
+
+def test_new_out_keys_end_a_selection():
+    module = TensorDictModule(fork, ["x"], ["y", "z"]).select_out_keys("z")
+    module.out_keys = ["p", "q"]
+    assert module.out_keys_source == ["p", "q"] and len(module(ONE)) == 2
+
+
+def test_a_module_with_its_own_forward_deletes_what_is_not_selected():
+    module = Doubling().select_out_keys("c")
+    assert (module.out_keys, module.out_keys_source) == (["c"], ["b", "c"])
+    assert keys(module(tree(a=ONE))) == ["a", "c"]
+    assert torch.equal(module(ONE), 4 * ONE)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    assert keys(copied(tree(a=ONE))) == ["a", "c"]
+    for one in (copied, module):
+        assert keys(one.reset_out_keys()(tree(a=ONE))) == ["a", "b", "c"]
+    assert keys(copied(tree(a=ONE))) == ["a", "b", "c"]
+    assert Doubling.out_keys == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    "module", [TensorDictModule(fork, ["a"], ["b", "c"]), Doubling()], ids=["wrapped", "own"]
+)
+def test_only_outputs_can_be_selected(module):
+    match = (
+        r"cannot select \['bb', \('n', 'x'\)\]: its out_keys are \['b', 'c'\] \(did you mean 'b'"
+    )
+    with pytest.raises(ValueError, match=match):
+        module.select_out_keys("bb", "c", ("n", "x"))
+    assert module.out_keys == ["b", "c"]
+
+
+# -- what is refused on construction ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        (
+            {"in_keys": [1]},
+            r"TensorDictModule\(plus_one\): in_keys \[1\] has \[1\]; a key is a str",
+        ),
+        ({"in_keys": ["x", 1, ()]}, r"in_keys \['x', 1, \(\)\] has \[1, \(\)\]"),
+        ({"in_keys": 1}, "in_keys is a key or a list of keys, not 1"),
+        ({"in_keys": {"x"}}, "in_keys is a key or a list of keys, not {'x'}"),
+        ({"in_keys": {("n", "x"): "a"}}, r"argument names, which are str, .* \[\('n', 'x'\)\]"),
+        ({"in_keys": {"a": 1}}, r"in_keys \[1\] has \[1\]"),
+        ({"out_keys": ["y", None]}, r"out_keys \['y', None\] has \[None\]"),
+        ({"out_keys": {"y": "z"}}, "out_keys is a key or a list of keys, not {'y': 'z'}"),
+        ({"module": 3}, "TensorDictModule wraps a callable, not 3"),
+        (
+            {"module": nn.Linear(1, 1), "method": "forwad"},
+            r"Linear has no 'forwad' \(did you mean 'f",
+        ),
+        ({"out_to_in_map": True}, "out_to_in_map is for a dict of in_keys"),
+    ],
+)
+def test_a_wrong_kind_is_refused_on_construction(kwargs, match):
+    with pytest.raises(TypeError, match=match):
+        TensorDictModule(**{"module": plus_one, "in_keys": ["x"], "out_keys": ["y"], **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"out_keys": ["y", "z", "y"]}, r"two outputs cannot have one key, .* has \['y'\] more"),
+        ({"out_keys": [("n", "y"), ("n", ("y",))]}, r"has \[\('n', 'y'\)\] more than once"),
+        ({"inplace": "emty"}, r"inplace is one of \[True, False, 'empty'\], not 'emty'"),
+        ({"inplace": None}, r"inplace is one of \[True, False, 'empty'\], not None"),
+        ({"in_keys": {"x": "a", "y": "a"}, "out_to_in_map": False}, "one argument several values"),
+    ],
+)
+def test_a_wrong_value_is_refused_on_construction(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        TensorDictModule(**{"module": plus_one, "in_keys": ["x"], "out_keys": ["y"], **kwargs})
+
+
+def test_underscores_may_stand_twice_among_the_outputs():
+    assert TensorDictModule(fork, ["x"], ["_", "_"])(ONE) == ()
+
+
+# -- what is refused in a call ----------------------------------------------------------------------
+
+
+def test_missing_inputs_are_all_named_with_the_nearest():
+    module = TensorDictModule(torch.addcmul, ["obs", "hiden", ("n", "x")], ["y"])
+    match = (
+        r"TensorDictModule\(addcmul\) reads \['obs', 'hiden', \('n', 'x'\)\]; missing is "
+        r"'hiden' \(did you mean 'hidden'\?\), \('n', 'x'\) \(did you mean \('n', 'xs'\)\?\); "
+        r"the input has \['obs', 'hidden', \('n', 'xs'\)\]$"
+    )
+    with pytest.raises(MissingKeyError, match=match):
+        module(tree(obs=ONE, hidden=ONE, n={"xs": ONE}))
+
+
+def test_a_key_that_stands_deeper_is_suggested():
+    with pytest.raises(KeyError, match=r"missing is 'obs' \(did you mean \('agent', 'obs'\)\?\)"):
+        TensorDictModule(plus_one, ["obs"], ["y"])(tree(agent={"obs": ONE}))
+
+
+def test_a_tuple_that_was_meant_as_a_list_is_explained():
+    match = r"missing is \('x', 'y'\) \(one nested key; for several write \['x', 'y'\]\)"
+    with pytest.raises(KeyError, match=match):
+        TensorDictModule(torch.add, ("x", "y"), ["z"])(tree(x=ONE, y=ONE))
+
+
+def test_a_key_through_a_leaf_is_missing():
+    with pytest.raises(MissingKeyError, match=r"missing is \('x', 'y'\); the input has \['x'\]"):
+        TensorDictModule(plus_one, [("x", "y")], ["z"])(tree())
+
+
+def test_a_missing_input_is_none_only_if_that_was_asked_for():
+    def maybe(x, mask=None):
+        return x if mask is None else x * mask
+
+    with pytest.raises(MissingKeyError, match="missing is 'mask'"):
+        TensorDictModule(maybe, ["x", "mask"], ["y"])(tree())
+    for wanted in (["x", "mask"], {"x": "x", "mask": "mask"}):
+        module = TensorDictModule(maybe, wanted, ["y"], strict=False)
+        assert module(tree())["y"] is not None
+        assert torch.equal(module(tree(x=ONE, mask=TWO))["y"], TWO)
+        assert torch.equal(module(ONE), ONE)
+        assert torch.equal(module(ONE, None), ONE)
+        assert torch.equal(module(ONE, mask=TWO), TWO)
+
+
+def test_the_note_tells_that_a_tolerated_input_was_missing():
+    module = TensorDictModule(plus_one, ["x"], ["y"], strict=False)
+    with pytest.raises(TypeError) as info:
+        module(TensorDict({"q": ONE}))
+    assert notes(info) == "TensorDictModule(plus_one) read 'x' None"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "names", "match"),
+    [
+        (
+            lambda x: x,
+            ["p", "q"],
+            r"returned float32 \(2,\) for 2 out_keys \['p', 'q'\]; return a tup",
+        ),
+        (
+            lambda x: (x,),
+            ["p", "q"],
+            r"returned 1 output for 2 out_keys \['p', 'q'\]; return a tuple",
+        ),
+        (
+            lambda x: (x, x),
+            ["p"],
+            r"returned 2 outputs for 1 out_key \['p'\]; give each a key, '_' if",
+        ),
+        (
+            lambda x: [],
+            ["p"],
+            r"returned 0 outputs for 1 out_key \['p'\]; return a tuple of 1, or dr",
+        ),
+        (lambda x: x, [], r"returned float32 \(2,\) for 0 out_keys \[\]; give each a key"),
+        (lambda x: None, ["p", "q"], r"returned None for 2 out_keys"),
+        (
+            lambda x: {"p": x, "qq": x},
+            ["p", "q"],
+            r"returned a dict of \['p', 'qq'\] for 2 out_keys \['p', 'q'\]; not in it is 'q' \(did",
+        ),
+        (lambda x: tree(p=x), ["p", "q", ("n", "r")], r"a TensorDict of .*is 'q', \('n', 'r'\)"),
+    ],
+)
+def test_the_number_of_outputs_must_match_and_nothing_is_written(outputs, names, match):
+    td = tree()
+    with pytest.raises(ValueError, match=match):
+        TensorDictModule(outputs, ["x"], names)(td)
+    assert keys(td) == ["x"]
+
+
+@pytest.mark.parametrize("names", [["a", "b"], [("n", "a"), "b"], ["a", ("n", "b")]])
+def test_an_output_that_does_not_fit_leaves_the_tree_as_it_was(names):
+    td = tree()
+    with pytest.raises(ValueError, match="does not begin with the batch size") as info:
+        TensorDictModule(lambda x: (x, x[:1]), ["x"], names)(td)
+    assert list(td.keys(True)) == ["x"]
+    wrote = f"wrote {names[0]!r} float32 (2,), {names[1]!r} float32 (1,) to TensorDict (2,)"
+    assert wrote in notes(info)
+
+
+@pytest.mark.parametrize("names", [["y"], ["y", "z"], [("n", "y"), "z"]])
+def test_a_locked_tree_refuses_outputs(names):
+    module = TensorDictModule(lambda x: (x,) * len(names), ["x"], names)
+    td = tree(x=ONE, n={"q": ONE}).lock_()
+    with pytest.raises(LockedError, match="cannot set"):
+        module(td)
+    assert keys(td) == ["x", ("n", "q")]
+    assert len(keys(module(td, tensordict_out=TensorDict()))) == len(names)
+
+
+def test_a_tree_cannot_be_written_into_itself():
+    td = tree()
+    with pytest.raises(ValueError, match="a tree cannot hold itself"):
+        TensorDictModule(lambda x: td, ["x"], ["y"])(td)
+    with pytest.raises(ValueError, match="a tree cannot hold itself"):
+        TensorDictModule(lambda x: (td, x), ["x"], ["y", "z"])(td)
+
+
+def test_an_exception_of_the_module_keeps_its_type_and_tells_what_was_read():
+    module = TensorDictModule(nn.Linear(3, 4), ["x"], ["y"])
+    td = TensorDict({"x": torch.ones(5, 2), "other": ONE[:1]})
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as info:
+        module(td)
+    assert notes(info) == "TensorDictModule(Linear) read 'x' float32 (5, 2)"
+    assert keys(td) == ["x", "other"]
+
+
+class OddError(Exception):
+    """An exception that is hard to make a second time."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+        self.two = two
+
+
+def test_any_exception_gets_through_as_the_same_object():
+    error = OddError("one", two=2)
+
+    def fail(x, branch):
+        raise error
+
+    with pytest.raises(OddError) as info:
+        TensorDictModule(fail, ["x", "n"], ["y"])(tree(x=ONE.long(), n={"y": ONE}))
+    assert info.value is error
+    assert notes(info) == "TensorDictModule(fail) read 'x' int64 (2,), 'n' TensorDict (2,)"
+
+
+def test_a_keyboard_interrupt_gets_no_note():
+    def interrupt(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as info:
+        TensorDictModule(interrupt, ["x"], ["y"])(tree())
+    assert notes(info) == ""
+
+
+def test_an_error_inside_a_module_of_modules_tells_both():
+    inner = TensorDictModule(nn.Linear(3, 4), ["x"], ["y"])
+    outer = TensorDictModule(lambda x: inner(x), ["p"], ["q"])
+    with pytest.raises(RuntimeError) as info:
+        outer(tree(p=ONE))
+    assert notes(info).splitlines() == [
+        "TensorDictModule(Linear) read 'x' float32 (2,)",
+        "TensorDictModule(<lambda>) read 'p' float32 (2,)",
+    ]
+
+
+def test_a_tree_is_the_only_positional_argument():
+    module = TensorDictModule(plus_one, ["x"], ["y"])
+    with pytest.raises(TypeError, match="takes the tree alone by position"):
+        module(tree(), ONE)
+
+
+def test_titles_name_what_is_wrapped():
+    class Net(nn.Module):
+        def run(self, x):
+            raise ValueError("no")
+
+    class Own(TensorDictModule):
+        pass
+
+    for module, title in (
+        (TensorDictModule(Net(), "x", "y", method="run"), "TensorDictModule(Net.run)"),
+        (Own(Net().run, "x", "y"), "Own(run)"),
+        (Own(functools.partial(Net().run), "x", "y"), "Own(partial(run))"),
+    ):
+        with pytest.raises(ValueError, match="no") as info:
+            module(tree())
+        assert notes(info) == f"{title} read 'x' float32 (2,)"
+
+
+# -- a module like any other -------------------------------------------------------------------------
+
+
+def test_public_attributes_are_those_of_the_wrapped_module():
+    module = TensorDictModule(nn.Linear(2, 3), ["x"], ["y"])
+    for one in (
+        module,
+        copy.copy(module),
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+    ):
+        assert one.in_features == 2
+        assert one.weight is one.module.weight
+        assert list(one.state_dict()) == ["module.weight", "module.bias"]
+        assert not hasattr(one, "no_such_thing") and not hasattr(one, "_no_such_thing")
+        match = "no attribute 'weigth', and neither has the wrapped Linear"
+        with pytest.raises(AttributeError, match=match) as info:
+            one.weigth  # noqa: B018  # reading it is the test
+        assert info.value.name == "weigth"
+
+
+def test_private_attributes_are_not_those_of_the_wrapped_module():
+    net = nn.Linear(2, 3)
+    net._secret = 1
+    with pytest.raises(
+        AttributeError, match="'TensorDictModule' object has no attribute '_secret'"
+    ):
+        TensorDictModule(net, ["x"], ["y"])._secret  # noqa: B018  # reading it is the test
+
+
+def test_a_half_made_module_has_no_endless_recursion():
+    bare = TensorDictModule.__new__(TensorDictModule)
+    with pytest.raises(AttributeError, match="weight"):
+        bare.weight  # noqa: B018  # reading it is the test
+    nn.Module.__init__(bare)
+    with pytest.raises(AttributeError, match="weight"):
+        bare.weight  # noqa: B018  # reading it is the test
+
+
+def test_a_wrapped_module_may_be_replaced():
+    module = TensorDictModule(plus_one, ["x"], ["y"])
+    module.module = nn.Identity()
+    assert torch.equal(module(tree())["y"], ONE)
+    module.module = nn.Flatten(0)
+    assert module.start_dim == 0
+
+
+def test_copies_are_independent():
+    module = TensorDictModule(nn.Linear(2, 2), ["x"], ["y"]).select_out_keys("y")
+    twin = copy.deepcopy(module)
+    twin.out_keys = ["z"]
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert module.out_keys == ["y"] and module.weight.abs().sum() > 0
+
+
+def test_hooks_of_wrapper_and_wrapped_run():
+    net, seen = nn.Linear(2, 2), []
+    module = TensorDictModule(net, ["x"], ["y"])
+    for one, name in ((module, "wrapper"), (net, "net")):
+        one.register_forward_pre_hook(lambda mod, args, name=name: seen.append((name, "pre")))
+        one.register_forward_hook(lambda mod, args, out, name=name: seen.append((name, "post")))
+    wanted = [("wrapper", "pre"), ("net", "pre"), ("net", "post"), ("wrapper", "post")]
+    module(tree())
+    assert seen == wanted
+    module(ONE)
+    assert seen == 2 * wanted
+
+
+def test_modes_casts_and_gradients_reach_the_wrapped_module():
+    module = TensorDictModule(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), ["x"], ["y"])
+    assert not module.eval().module[1].training
+    module.double().requires_grad_(False)
+    assert module(ONE.double()).dtype == torch.float64
+    module.requires_grad_(True)(ONE.double()).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "picture"),
+    [
+        (
+            TensorDictModule(nn.ReLU(), ["x"], [("n", "y")]),
+            "TensorDictModule(module=ReLU(), in_keys=['x'], out_keys=[('n', 'y')])",
+        ),
+        (
+            TensorDictModule(torch.add, {"input": "x", "other": "y"}, ["z"], inplace=False),
+            "TensorDictModule(\n  module=add,\n  in_keys={'input': 'x', 'other': 'y'},\n"
+            "  out_keys=['z'],\n  inplace=False\n)",
+        ),
+        (
+            TensorDictModule(nn.Sequential(nn.ReLU()), ["x"], ["y"], method="forward"),
+            "TensorDictModule(\n  module=Sequential(\n    (0): ReLU()\n  ),\n  method='forward',\n"
+            "  in_keys=['x'],\n  out_keys=['y']\n)",
+        ),
+        (WrapModule(plus_one), "WrapModule(plus_one)"),
+        (
+            WrapModule(plus_one, in_keys="x", out_keys=[]),
+            "WrapModule(plus_one, in_keys=['x'], out_keys=[])",
+        ),
+    ],
+)
+def test_the_picture_shows_the_keys(module, picture):
+    assert repr(module) == picture
+
+
+def test_parameters_are_drawn_anew():
+    module = TensorDictModule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["x"], ["y"])
+    before = copy.deepcopy(module.state_dict())
+    torch.manual_seed(5)
+    assert module.reset_parameters_recursive() is None
+    torch.manual_seed(5)
+    fresh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
+    for name, value in module.state_dict().items():
+        assert not torch.equal(value, before[name])
+        assert torch.equal(value, fresh[name.removeprefix("module.")])
+
+
+def test_parameters_in_a_tree_are_drawn_anew_and_the_module_keeps_its_own():
+    module = TensorDictModule(nn.Linear(2, 2), ["x"], ["y"])
+    before = copy.deepcopy(module.state_dict())
+    params = TensorDict.from_module(module).clone().detach()
+    fresh = module.reset_parameters_recursive(params)
+    assert fresh.requires_grad_ and all(leaf.requires_grad for leaf in fresh.values(True, True))
+    weight = params["module", "weight"]
+    assert fresh["module", "weight"].data_ptr() == weight.data_ptr()
+    assert not torch.equal(weight, before["module.weight"])
+    assert torch.equal(module.weight, before["module.weight"])
+
+
+def test_there_must_be_something_to_draw_anew():
+    with pytest.raises(RuntimeError, match="holds no module with a reset_parameters method"):
+        TensorDictModule(nn.ReLU(), ["x"], ["y"]).reset_parameters_recursive()
+
+
+# -- WrapModule -----------------------------------------------------------------------------------
+
+
+def test_a_function_of_a_tree_may_be_a_module():
+    td = TensorDict({"x": torch.ones(2, 3)}, [2, 3])
+    assert WrapModule(lambda td: td.reshape(-1))(td).batch_size == (6,)
+    assert td.batch_size == (2, 3)
+
+
+def test_a_function_may_write_its_result_into_the_input():
+    td = tree()
+    assert WrapModule(lambda td: TensorDict({"y": td["x"] + 1}, [2]), inplace=True)(td) is td
+    assert torch.equal(td["y"], TWO)
+    assert WrapModule(lambda td: td, inplace=True)(td) is td
+
+
+def test_a_function_may_be_a_module_with_parameters():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, td):
+            return td.set("y", self.inner(td["x"]))
+
+    module = WrapModule(Net(), in_keys=["x"], out_keys=["y"])
+    assert len(list(module.parameters())) == 2 and "y" in module(tree())
+
+
+def test_wrap_module_wraps_callables():
+    with pytest.raises(TypeError, match="WrapModule wraps a function of a tree, not 3"):
+        WrapModule(3)
+    with pytest.raises(TypeError, match=r"WrapModule\(plus_one\): in_keys \[1\] has \[1\]"):
+        WrapModule(plus_one, in_keys=[1])
+
+
+def test_compatible_modules_say_their_keys():
+    class Foreign:
+        in_keys, out_keys = [], []
+
+    compatible = TensorDictModuleBase.is_tdmodule_compatible
+    assert compatible(Foreign()) and compatible(Doubling())
+    assert not compatible(nn.Linear(1, 1))
