@@ -43,7 +43,7 @@ def as_path(key: NestedKey) -> Path:
                 return tuple(step for part in key for step in as_path(part))
         return key  # type: ignore[return-value]  # every part was just seen to be a str
     if isinstance(key, str):
-        return (str(key),)
+        return (str.__str__(key),)  # the text itself: str() of a member of an Enum is another
     raise TypeError(f"a key is a str or a non-empty tuple of str, not {key!r}")
 
 

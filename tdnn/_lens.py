@@ -57,6 +57,7 @@ class Lenses(TensorDictBase):
         """
         if inplace and self._lock is not None:
             raise locked("flatten", "the tree")
+        _require_text(separator)
         flat: dict[str, Any] = {}
         if not _flatten(self._data, "", separator, flat, is_leaf):
             raise _collision(_FlatLens(self, None, separator, is_leaf).pairs())
@@ -98,6 +99,9 @@ class Lenses(TensorDictBase):
         """
         if inplace and self._lock is not None:
             raise locked("unflatten", "the tree")
+        _require_text(separator)
+        if not separator:
+            raise ValueError("a separator to split keys at has at least one character")
         original = self
         if inplace:
             original = self._like(dict(self._data), self._batch_size, self._names)
@@ -146,25 +150,43 @@ class _Lens(Scope):
     def shown(self, view: TensorDictBase) -> list[tuple[Path, Any]]:
         """Return the paths and values of a view."""
 
+    def hidden(self, view: TensorDictBase) -> list[tuple[Path, Path, Any]]:
+        """Return, like ``pairs``, the empty branches that the view holds without showing them."""
+        return []
+
     def enter(self, node: TensorDictBase) -> None:
         self._came_from = self.pairs()
-        before = {path: id(value) for path, _, value in self._came_from}
-        if before != {path: id(value) for path, value in self.shown(node)}:
+        before = {path: _mark(value) for path, _, value in self._came_from}
+        if before != {path: _mark(value) for path, value in self.shown(node)}:
             raise RuntimeError(
                 "the tree or its view changed since the view was made; "
                 "make it in the `with` statement itself"
             )
 
     def leave(self, node: TensorDictBase, failed: bool) -> None:
-        target = self._target
-        if target is None:
-            target = node
-            shown = self.shown(node)
-            node._refill(self._original._data)
-        else:
-            shown = self.shown(node)
-        if failed:
-            return
+        if self._target is None:
+            self._leave_in_place(node, failed)
+        elif not failed:
+            self._give_back(node, self._target)
+
+    def _leave_in_place(self, node: TensorDictBase, failed: bool) -> None:
+        """Bring the tree back that ``node`` was, then give it what ``node`` shows."""
+        original = self._original
+        view = node._like(dict(node._data), node._batch_size, node._names)
+        lock, node._lock = node._lock, None  # a lock set in the block is for what it leaves behind
+        node._refill(original._data)
+        try:
+            if failed:
+                node._batch_size, node._names = original._batch_size, original._names
+            else:
+                self._give_back(view, node)
+        finally:
+            if lock is not None:
+                node._hold(None)
+                node._lock = lock
+
+    def _give_back(self, view: TensorDictBase, target: TensorDictBase) -> None:
+        """Make ``target`` hold what ``view`` shows."""
         now, then = self.pairs(), self._came_from
         if [(at, id(value)) for _, at, value in now] != [(at, id(value)) for _, at, value in then]:
             raise RuntimeError(
@@ -172,8 +194,16 @@ class _Lens(Scope):
                 "without losing the other; change the view instead"
             )
         home = {path: at for path, at, _ in then}
+        shown = self.shown(view)
         moves = [(path, home.get(path) or self.back(path), value) for path, value in shown]
-        _write_back(target, _as_plan(moves), keep_empty=isinstance(self, _FlatLens))
+        plan = _as_plan(moves)
+        for path, at, value in self.hidden(view):
+            _add_hidden(plan, path, at, value)
+        self.describe(plan, view)
+        _WriteBack(target, plan, isinstance(self, _FlatLens)).commit()
+
+    def describe(self, plan: "_Plan", view: TensorDictBase) -> None:
+        """Note the branches of the view whose batch size new branches of the tree take over."""
 
 
 class _FlatLens(_Lens):
@@ -185,21 +215,44 @@ class _FlatLens(_Lens):
         return [((join(path),), path, value) for path, value in leaves]
 
     def back(self, path: Path) -> Path:
-        return (*path[0].split(self._separator), *path[1:])
+        parts = path[0].split(self._separator) if self._separator else [path[0]]
+        return (*parts, *path[1:])
 
     def shown(self, view: TensorDictBase) -> list[tuple[Path, Any]]:
         return _all_entries(view, (), self._is_leaf)
+
+    def describe(self, plan: "_Plan", view: TensorDictBase) -> None:
+        for key, value in view._data.items():
+            if isinstance(value, TensorDictBase):
+                _describe(plan, self.back((key,)), value)
 
 
 class _NestedLens(_Lens):
     __slots__ = ()
 
     def pairs(self) -> list[tuple[Path, Path, Any]]:
+        return self._sorted_out()[0]
+
+    def hidden(self, view: TensorDictBase) -> list[tuple[Path, Path, Any]]:
+        return [found for found in self._sorted_out()[1] if found[0] in view]
+
+    def _sorted_out(self) -> tuple[list[Any], list[Any]]:
+        """Return what the view shows, and the empty branches in whose place others stand."""
         split = self._separator
-        return [
+        found = [
             ((*path[0].split(split), *path[1:]), path, value)
             for path, value in _all_entries(self._original, (), None)
         ]
+        branches = {at[:end] for at, _, value in found for end in range(1, len(at))}
+        shown, hidden = [], []
+        for at, path, value in found:
+            if isinstance(value, TensorDictBase) and at in branches:
+                hidden.append((at, path, value))
+            else:
+                shown.append((at, path, value))
+                if isinstance(value, TensorDictBase):
+                    branches.add(at)
+        return shown, hidden
 
     def back(self, path: Path) -> Path:
         return (self._separator.join(path),)
@@ -211,7 +264,23 @@ class _NestedLens(_Lens):
 class _Plan(dict[str, Any]):
     """What a branch shall hold: leaves, and further plans for branches."""
 
-    __slots__ = ()
+    __slots__ = ("like",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.like: TensorDictBase | None = None  # what a branch made for it takes after
+
+
+def _require_text(separator: str) -> None:
+    if not isinstance(separator, str):
+        raise TypeError(f"a separator is a str, not {separator!r}")
+
+
+def _mark(value: Any) -> Any:
+    """Return what stays the same while an entry is what it was; views have empty branches anew."""
+    if isinstance(value, TensorDictBase) and not value._data:
+        return None
+    return id(value)
 
 
 def _flatten(
@@ -329,6 +398,29 @@ def _as_plan(moves: list[tuple[Path, Path, Any]]) -> _Plan:
     return plan
 
 
+def _add_hidden(plan: _Plan, shown: Path, path: Path, value: Any) -> None:
+    """Add an empty branch of the tree to the plan, unless something stands there or below."""
+    at: Any = plan
+    for step in path[:-1]:
+        at = at.setdefault(step, _Plan())
+        if not isinstance(at, _Plan):
+            return
+    at.setdefault(path[-1], value)
+
+
+def _describe(plan: Any, path: Path, branch: TensorDictBase) -> None:
+    """Let the plans at ``path`` and below take after ``branch`` and the branches below it."""
+    for step in path:
+        if not isinstance(plan, _Plan) or step not in plan:
+            return
+        plan = plan[step]
+    if isinstance(plan, _Plan):
+        plan.like = branch
+        for key, value in branch._data.items():
+            if isinstance(value, TensorDictBase):
+                _describe(plan, (key,), value)
+
+
 def _nest(node: TensorDictBase, pairs: list[tuple[Path, Path, Any]]) -> Any:
     """Return a new tree with each value at its path in the view."""
     return _grown(node, _as_plan([(at, path, value) for path, at, value in pairs]))
@@ -351,65 +443,84 @@ def _grown(node: TensorDictBase, plan: _Plan) -> TensorDictBase:
     return grown
 
 
-def _write_back(target: TensorDictBase, plan: _Plan, keep_empty: bool) -> None:
-    """Make ``target`` hold what ``plan`` says; nothing changes if any part is refused."""
-    refills: list[tuple[TensorDictBase, dict[str, Any]]] = []
-    _settle(target, plan, (), refills, keep_empty)
-    for node, _ in refills:
-        if node._lock is not None:
-            raise locked("write the view back to", "the tree")
-    for node, data in refills:
-        node._refill(data)
+class _WriteBack:
+    """The changes that make a tree hold a plan; all are known before the first is made.
 
-
-def _settle(
-    node: TensorDictBase,
-    plan: _Plan,
-    above: Path,
-    refills: list[tuple[TensorDictBase, dict[str, Any]]],
-    keep_empty: bool,
-) -> dict[str, Any]:
-    """Return what ``node`` shall hold, noting the branches to refill, the deepest first.
-
-    Entries keep their places; new ones follow.
+    Entries keep their places; new ones follow. A branch that still exists is refilled. Where one
+    branch stands under two keys and the plan differs, the first keeps it.
     """
-    data: dict[str, Any] = {}
-    mine = node._data
-    for key, value in mine.items():
-        if key in plan:
-            data[key] = _settled(node, plan[key], value, (*above, key), refills, keep_empty)
-        elif keep_empty and isinstance(value, TensorDictBase):
-            # A flat view does not show empty branches, so they are not the user's to remove.
-            left = _settle(value, _Plan(), (*above, key), refills, keep_empty)
-            if left or not value._data:
-                data[key] = value
-    for key, value in plan.items():
-        if key not in mine:
-            data[key] = _settled(node, value, None, (*above, key), refills, keep_empty)
-    if [(key, id(v)) for key, v in data.items()] != [(key, id(v)) for key, v in mine.items()]:
-        refills.append((node, data))
-    return data
 
+    __slots__ = ("_keep_empty", "_settled")
 
-def _settled(
-    node: TensorDictBase,
-    value: Any,
-    before: Any,
-    path: Path,
-    refills: list[tuple[TensorDictBase, dict[str, Any]]],
-    keep_empty: bool,
-) -> Any:
-    """Return the entry of ``node`` for one value of a plan."""
-    if isinstance(value, _Plan):
-        if isinstance(before, TensorDictBase):
-            _settle(before, value, path, refills, keep_empty)
+    def __init__(self, target: TensorDictBase, plan: _Plan, keep_empty: bool) -> None:
+        self._keep_empty = keep_empty
+        self._settled: dict[int, tuple[TensorDictBase, dict[str, Any]]] = {}
+        self._branch(target, plan, ())
+
+    def commit(self) -> None:
+        """Refill the branches that change; nothing changes if one is locked."""
+        changed = [(node, data) for node, data in self._settled.values() if not _holds(node, data)]
+        if any(node._lock is not None for node, _ in changed):
+            raise locked("write the view back to", "the tree")
+        for node, data in changed:
+            node._refill(data)
+
+    def _branch(self, node: TensorDictBase, plan: _Plan, path: Path) -> TensorDictBase:
+        """Plan what ``node`` shall hold, and return it or the one that takes its place."""
+        return self._settle(node, self._wanted(node, plan, path))
+
+    def _settle(self, node: TensorDictBase, data: dict[str, Any]) -> TensorDictBase:
+        _, first = self._settled.setdefault(id(node), (node, data))
+        if first is data or _same(first, data):
+            return node
+        return node._like(data, node._batch_size, node._names)
+
+    def _wanted(self, node: TensorDictBase, plan: _Plan, above: Path) -> dict[str, Any]:
+        """Return what ``node`` shall hold by the plan."""
+        data: dict[str, Any] = {}
+        mine = node._data
+        for key, value in mine.items():
+            path = (*above, key)
+            if key in plan:
+                data[key] = self._entry(node, plan[key], value, path)
+            elif self._keep_empty and isinstance(value, TensorDictBase):
+                # A flat view does not show empty branches, so they are not the user's to remove.
+                left = self._wanted(value, _Plan(), path)
+                if left or not value._data:
+                    data[key] = self._settle(value, left)
+        for key, value in plan.items():
+            if key not in mine:
+                data[key] = self._entry(node, value, None, (*above, key))
+        return data
+
+    def _entry(self, node: TensorDictBase, value: Any, before: Any, path: Path) -> Any:
+        """Return the entry of ``node`` for one value of a plan."""
+        if isinstance(value, _Plan):
+            if isinstance(before, TensorDictBase):
+                return self._branch(before, value, path)
+            return self._made(node, value, path)
+        if value is before:
             return before
-        made = node._like({}, node._batch_size, node._names)
-        made._data.update(_settle(made, value, path, [], keep_empty))
+        both = isinstance(value, TensorDictBase) and isinstance(before, TensorDictBase)
+        if both and not value._data and not before._data:
+            return before
+        return node._admit(value, as_key(path))
+
+    def _made(self, node: TensorDictBase, plan: _Plan, path: Path) -> TensorDictBase:
+        """Return a new branch for a plan, below ``node``."""
+        size, names = node._batch_size, node._names
+        if plan.like is not None and plan.like._batch_size[: len(size)] == size:
+            size, names = plan.like._batch_size, plan.like._names
+        made = node._like({}, size, names)
+        made._data.update(self._wanted(made, plan, path))
         return made
-    if value is before:
-        return before
-    both = isinstance(value, TensorDictBase) and isinstance(before, TensorDictBase)
-    if both and not value._data and not before._data:
-        return before
-    return node._admit(value, as_key(path))
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two dicts hold the same objects under the same keys in the same order."""
+    pairs = [(key, id(value)) for key, value in one.items()]
+    return pairs == [(key, id(value)) for key, value in other.items()]
+
+
+def _holds(node: TensorDictBase, data: dict[str, Any]) -> bool:
+    return _same(node._data, data)

@@ -41,7 +41,7 @@ class Lockable(Node):
             ...
             tdnn.errors.LockedError: cannot set 'b': the tree is locked; use unlock_() first, ...
         """
-        self._open(_Relock(self._lock is not None))
+        self._open(_Relock(self))
         self._hold(None)
         return self
 
@@ -60,10 +60,9 @@ class Lockable(Node):
             >>> td.is_locked, list(td.keys())
             (True, ['a', 'b'])
         """
-        scope = _Relock(self._lock is not None)
-        if self._lock is not None:
-            self._refuse_held(None)
-            self._release(None)
+        scope = _Relock(self)
+        self._refuse_held()
+        self._release()
         self._open(scope)
         return self
 
@@ -78,22 +77,34 @@ class Lockable(Node):
         else:
             self._lock = self._lock + mine
 
-    def _refuse_held(self, holder: "weakref.ref[Any] | None") -> None:
-        """Raise if a locked tree other than ``holder`` holds this node or one below it."""
-        if any(other is not holder and other() is not None for other in self._lock or ()):
-            raise LockedError(
-                "cannot unlock: the tree, or a branch of it, is part of another locked tree; "
-                "unlock that one first"
-            )
-        me = weakref.ref(self)
-        for branch in self._branches():
-            branch._refuse_held(me)
+    def _refuse_held(self) -> None:
+        """Raise if a locked tree that is not part of this one holds this node or one below it."""
+        nodes: dict[int, Node] = {}
+        self._gather(nodes)
+        for node in nodes.values():
+            holders = [holder() for holder in node._lock or ()]
+            if any(holder is not None and id(holder) not in nodes for holder in holders):
+                raise LockedError(
+                    "cannot unlock: the tree, or a branch of it, is part of another locked tree; "
+                    "unlock that one first"
+                )
 
-    def _release(self, holder: "weakref.ref[Any] | None") -> None:
-        self._lock = None
-        me = weakref.ref(self)
+    def _gather(self, nodes: dict[int, Node]) -> None:
+        nodes[id(self)] = self
         for branch in self._branches():
-            branch._release(me)
+            branch._gather(nodes)
+
+    def _release(self) -> None:
+        self._lock = None
+        for branch in self._branches():
+            branch._release()
+
+    def _locked_branches(self) -> list[Node]:
+        """Return the locked branches below this node, without those below another one."""
+        found: list[Node] = []
+        for branch in self._branches():
+            found += branch._locked_branches() if branch._lock is None else [branch]
+        return found
 
     # -- blocks ------------------------------------------------------------------------------
 
@@ -121,20 +132,24 @@ class Lockable(Node):
 
 
 class _Relock(Scope):
-    """Puts the lock back as it was when the block was announced."""
+    """Puts the locks back as they were when the block was announced."""
 
-    __slots__ = ("_was_locked",)
+    __slots__ = ("_locked_branches", "_was_locked")
 
-    def __init__(self, was_locked: bool) -> None:
+    def __init__(self, node: Lockable) -> None:
         super().__init__()
-        self._was_locked = was_locked
+        self._was_locked = node._lock is not None
+        self._locked_branches = [] if self._was_locked else node._locked_branches()
 
     def leave(self, node: Lockable, failed: bool) -> None:
-        if self._was_locked and node._lock is None:
-            node._hold(None)
-        elif not self._was_locked and node._lock is not None:
-            node._refuse_held(None)
-            node._release(None)
+        if self._was_locked:
+            if node._lock is None:
+                node._hold(None)
+            return
+        node._refuse_held()
+        node._release()
+        for branch in self._locked_branches:
+            cast(Lockable, branch)._hold(None)
 
 
 def locked(action: str, key: NestedKey) -> LockedError:

@@ -73,7 +73,15 @@ class LazyStackedTensorDict(TensorDict):
     def _hold(self, holder: Any) -> None:
         """Nothing: it is always locked."""
 
-    def _release(self, holder: Any) -> None:
+    def _release(self) -> None:
+        """Nothing: it is always locked."""
+
+    def unlock_(self) -> Any:
+        """Raise: a lazy stack has no entries of its own.
+
+        Raises:
+            LockedError: always.
+        """
         raise LockedError("a lazy stack has no entries of its own to unlock; change its members")
 
     def __getstate__(self) -> tuple[Any, ...]:
