@@ -67,7 +67,8 @@ def test_the_tensors_are_not_copied():
             return tensordict
 
     x, y = Keep()(ONE, n_y=TWO)
-    assert x is ONE and y is TWO
+    assert x is ONE
+    assert y is TWO
 
 
 def test_numbers_and_trees_may_be_inputs():
@@ -128,7 +129,8 @@ def test_results_come_in_the_order_of_the_keys_without_dropped_ones(keys):
     if len(wanted) == 1:
         assert torch.equal(found, wanted[0])
     else:
-        assert type(found) is tuple and len(found) == len(wanted)
+        assert type(found) is tuple
+        assert len(found) == len(wanted)
         assert all(map(torch.equal, found, wanted))
 
 
@@ -189,7 +191,8 @@ def test_any_method_may_be_decorated_and_keeps_its_name_and_signature():
             return tensordict.set("y", tensordict["x"] + by)
 
     assert torch.equal(Plain().shift(ONE, by=2), THREE)
-    assert Plain.shift.__name__ == "shift" and Plain.shift.__doc__ == "Move it."
+    assert Plain.shift.__name__ == "shift"
+    assert Plain.shift.__doc__ == "Move it."
     assert list(inspect.signature(Plain.shift).parameters) == ["self", "tensordict", "by"]
 
 
@@ -254,7 +257,7 @@ def test_no_wrong_set_of_arguments_gets_through():
     for count, *named in product(range(5), *[(False, True)] * 3):
         kwargs = {k: v for k, v, is_in in zip(NAMES, VALUES, named, strict=True) if is_in}
         args = (*VALUES, ONE)[:count]
-        fits = count <= 3 and [is_in for is_in in named] == [at >= count for at in range(3)]
+        fits = count <= 3 and list(named) == [at >= count for at in range(3)]
         if fits:
             assert torch.equal(Weighted()(*args, **kwargs), WANTED)
         else:
