@@ -7,28 +7,11 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
+from chains import ONE, TWO, fork, keys, plus_one, tree
 from torch import nn
 
 from tdnn import TensorDict
 from tdnn.nn import TensorDictModule, TensorDictModuleBase, WrapModule, dispatch
-
-ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
-
-
-def tree(**entries):
-    return TensorDict(entries or {"x": ONE}, [2])
-
-
-def keys(td):
-    return list(td.keys(True, True))
-
-
-def plus_one(x):
-    return x + 1
-
-
-def fork(x):
-    return x + 1, x + 2
 
 
 class Doubling(TensorDictModuleBase):
@@ -41,10 +24,6 @@ class Doubling(TensorDictModuleBase):
         tensordict["b"] = 2 * tensordict["a"]
         tensordict["c"] = 4 * tensordict["a"]
         return tensordict
-
-
-def notes(info):
-    return "\n".join(getattr(info.value, "__notes__", []))
 
 
 # -- reading -------------------------------------------------------------------------------------

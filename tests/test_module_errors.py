@@ -4,34 +4,12 @@ import functools
 
 import pytest
 import torch
+from chains import ONE, TWO, fork, keys, notes, plus_one, tree
 from torch import nn
 
 from tdnn import TensorDict
 from tdnn.errors import LockedError, MissingKeyError
 from tdnn.nn import TensorDictModule
-
-ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
-
-
-def tree(**entries):
-    return TensorDict(entries or {"x": ONE}, [2])
-
-
-def keys(td):
-    return list(td.keys(True, True))
-
-
-def notes(info):
-    return "\n".join(getattr(info.value, "__notes__", []))
-
-
-def plus_one(x):
-    return x + 1
-
-
-def fork(x):
-    return x + 1, x + 2
-
 
 # -- what is refused on construction -------------------------------------------------------------
 
