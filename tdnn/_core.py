@@ -72,9 +72,16 @@ class TensorDictBase(Declared):
     # -- the boundary ------------------------------------------------------------------------
 
     def _fill(
-        self, data: dict[str, Any], source: Mapping[Any, Any] | Self, non_blocking: bool
+        self,
+        data: dict[str, Any],
+        source: Mapping[Any, Any] | Self,
+        non_blocking: bool,
+        owned: set[int] | None = None,
     ) -> None:
-        """Add the entries of a mapping, whose keys may be tuples, to the dict of a new node."""
+        """Add the entries of a mapping, whose keys may be tuples, to the dict of a new node.
+
+        ``owned`` has the ids of the branches that were made on the way; others may be the user's.
+        """
         size = self._batch_size
         depth = len(size)
         fits = size  # the last shape that did: most leaves share one
@@ -86,9 +93,13 @@ class TensorDictBase(Declared):
                     fits = shape
                     data[key] = value
                     continue
-            self._meet(data, as_path(key), value, non_blocking)
+            if owned is None:
+                owned = set()
+            self._meet(data, as_path(key), value, non_blocking, owned)
 
-    def _meet(self, data: dict[str, Any], path: Path, value: Any, non_blocking: bool) -> None:
+    def _meet(
+        self, data: dict[str, Any], path: Path, value: Any, non_blocking: bool, owned: set[int]
+    ) -> None:
         """Add a value to the dict of a new node; branches merge, leaves collide."""
         key = path[0]
         if len(path) > 1:
@@ -98,8 +109,10 @@ class TensorDictBase(Declared):
         if mine is None:
             data[key] = self._admit(value, key, non_blocking)
         elif isinstance(mine, TensorDictBase) and isinstance(value, Mapping | TensorDictBase):
-            data[key] = merged = mine._shallow_copy()
-            merged._fill(merged._data, cast(Any, value), non_blocking)
+            if id(mine) not in owned:  # adding to it would change a tree of the user's
+                data[key] = mine = mine._like(dict(mine._data), mine._batch_size, mine._names)
+                owned.add(id(mine))
+            mine._fill(mine._data, cast(Any, value), non_blocking, owned)
         else:
             raise KeyConflictError(f"two entries for the key {key!r}")
 
@@ -200,7 +213,7 @@ class TensorDictBase(Declared):
             The leaf or branch itself, not a copy.
 
         Raises:
-            MissingKeyError: ``key`` goes through a leaf.
+            TypeError: ``key`` is neither.
 
         Example:
             >>> td = TensorDict({"a": {"b": torch.ones(3)}}, [3])
@@ -209,22 +222,21 @@ class TensorDictBase(Declared):
         """
         if type(key) is str:
             return self._data.get(key, default)
-        node: Any = self
-        try:
-            for step in key:
-                node = node._data[step]
-        except (KeyError, TypeError, AttributeError):
-            return self._get_slowly(key, default)
-        return node
+        if type(key) is tuple and key:
+            node: Any = self
+            try:
+                for step in key:
+                    node = node._data[step]
+            except (KeyError, TypeError, AttributeError):
+                return self._get_slowly(key, default)
+            return node
+        return self._get_slowly(key, default)
 
     def _get_slowly(self, key: NestedKey, default: Any) -> Any:
         """Serve keys with inner tuples, missing keys and wrong ones."""
-        path = as_path(key)
         node: Any = self
-        for depth, step in enumerate(path):
-            if not isinstance(node, TensorDictBase):
-                return self._entry(path[: depth + 1])
-            if step not in node._data:
+        for step in as_path(key):
+            if not isinstance(node, TensorDictBase) or step not in node._data:
                 return default
             node = node._data[step]
         return node
@@ -238,7 +250,8 @@ class TensorDictBase(Declared):
             key: a ``str``, or a tuple for a nested entry.
             item: a tensor ``(*B, ...)``, a tree, a mapping (which becomes a branch), a number or
                 an array (which becomes a tensor). Held as it is, not copied, unless the tree has
-                another device.
+                another device; a tree without the batch size of this one is held as new nodes
+                that have it.
             inplace: copy into the existing tensor, if the key is there.
             non_blocking: for a copy between devices.
 
@@ -270,7 +283,7 @@ class TensorDictBase(Declared):
             raise locked("set", key)
         value = node._admit(item, key, non_blocking)
         if isinstance(value, TensorDictBase):
-            self._refuse_cycle(value, key)
+            node._refuse_cycle(value, key)
         node._branch_off(way[:-1])._put(way[-1], value)
         return self
 
@@ -312,9 +325,10 @@ class TensorDictBase(Declared):
             if not isinstance(item, Mapping | TensorDictBase):
                 raise TypeError(f"{key!r} is a branch; write a tree or a mapping into it")
             pairs = []
+            above = as_path(key)
             for name, value in entries_of(item):
                 path = as_path(name)
-                pairs += self._copies((key, name), target._entry(path), value)
+                pairs += self._copies((*above, *path), target._entry(path), value)
             return pairs
         value = item if isinstance(item, Tensor) else self._convert(item, key)
         if not isinstance(value, Tensor):
@@ -323,6 +337,11 @@ class TensorDictBase(Declared):
             raise ValueError(
                 f"key {key!r}: cannot write shape {tuple(value.shape)} into "
                 f"shape {tuple(target.shape)} in place"
+            )
+        if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"key {key!r}: cannot write into a tensor that requires grad; "
+                "use torch.no_grad(), or write into td.data"
             )
         return [(target, value)]
 

@@ -1,7 +1,8 @@
 """What a tree says of its leaves: the batch dims, their names, and the device."""
 
+import operator
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -110,19 +111,26 @@ class Declared(Lockable):
         self._set_names(None if names is None else tuple(names))
 
     def _set_names(self, names: Names) -> None:
+        """Name the dims here and, in branches, those that they share; after checking all."""
+        plan: list[tuple[Declared, Names]] = []
+        self._plan_names(names, plan)
+        for node, chosen in plan:
+            node._names = chosen
+
+    def _plan_names(self, names: Names, plan: list[tuple["Declared", Names]]) -> None:
         depth = len(self._batch_size)
-        if names is not None:
-            given = [name for name in names if name is not None]
-            if len(names) != depth or len(set(given)) != len(given):
-                raise ValueError(
-                    f"{list(names)} cannot name {depth} batch dims: one name each, no name twice"
-                )
-            names = names if given else None
-        self._names = names
+        given = [name for name in names or () if name is not None]
+        if not all(isinstance(name, str) for name in given):
+            raise TypeError(f"the name of a dim is a str or None, not as in {list(names or ())}")
+        if names is not None and (len(names) != depth or len(set(given)) != len(given)):
+            raise ValueError(
+                f"{list(names)} cannot name {depth} batch dims: one name each, no name twice"
+            )
+        plan.append((self, names if given else None))
         for branch in self._branches():
-            further = len(branch._batch_size) - depth
-            own = (None,) * further if branch._names is None else branch._names[depth:]
-            branch._set_names((*(names or (None,) * depth), *own))
+            mine = (*(names or (None,) * depth), *(branch._names or ())[depth:])
+            size = len(branch._batch_size)
+            branch._plan_names((*mine, *[None] * size)[:size], plan)
 
     def is_empty(self) -> bool:
         """Return whether there is no leaf anywhere in the tree.
@@ -143,14 +151,38 @@ class Declared(Lockable):
 
 
 def as_size(size: Sequence[int] | int | None) -> torch.Size:
+    """Return a batch size as a user may write it: several ints, one, or None for no dims.
+
+    Raises:
+        TypeError: it is anything else.
+        ValueError: an entry is negative.
+
+    Example:
+        >>> as_size([3, 4]), as_size(3), as_size(None)
+        (torch.Size([3, 4]), torch.Size([3]), torch.Size([]))
+    """
     if type(size) is torch.Size:
         return size
     if size is None:
         return _NO_BATCH
-    return torch.Size((size,) if isinstance(size, int) else size)
+    try:
+        made = torch.Size((size,) if isinstance(size, int) else size)
+    except TypeError:
+        made = _of_one(size)
+    if made and min(made) < 0:
+        raise ValueError(f"a batch size has no negative entries: {tuple(made)}")
+    return made
 
 
 _NO_BATCH = torch.Size(())
+
+
+def _of_one(size: Any) -> torch.Size:
+    """Return the size of one dim for an integer of any kind, such as numpy's."""
+    try:
+        return torch.Size((operator.index(size),))
+    except TypeError:
+        raise TypeError(f"a batch size is an int or a sequence of ints, not {size!r}") from None
 
 
 def as_device(device: Device) -> torch.device:

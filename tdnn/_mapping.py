@@ -1,7 +1,7 @@
 """Entries that move: out of the tree, to another key, or into parts of the tree."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 
@@ -88,6 +88,8 @@ class Entries(TensorDictBase):
                 "delete that first, or pass safe=False to replace it"
             )
         value = home._admit(value, new_key)
+        if isinstance(value, TensorDictBase) and not inside:
+            home._refuse_cycle(value, new_key)
         source._drop(old[-1])
         home._branch_off(way[:-1])._put(way[-1], value)
         return self
@@ -115,18 +117,11 @@ class Entries(TensorDictBase):
         if strict:
             self._require(paths)
         wanted = _as_spec(paths)
-        return self._keep_only(wanted) if inplace else _picked(self, wanted)
-
-    def _keep_only(self, wanted: dict[str, Any]) -> Self:
-        if self._lock is not None:
-            raise locked("select in place from", "the tree")
-        kept = {}
-        for key, value in self._data.items():
-            if key in wanted:
-                kept[key] = value
-                if wanted[key] and isinstance(value, Entries):
-                    value._keep_only(wanted[key])
-        self._refill(kept)
+        if not inplace:
+            return cast(Self, _picked(self, wanted))
+        refills: Refills = []
+        _keep_only(self, wanted, refills)
+        _refill_all(refills, "select in place from")
         return self
 
     def exclude(self, *keys: NestedKey, inplace: bool = False) -> Self:
@@ -144,12 +139,13 @@ class Entries(TensorDictBase):
             >>> list(td.exclude("a", ("b", "d")).keys(True, True))
             [('b', 'c')]
         """
-        if inplace:
-            for key in keys:
-                if key in self:
-                    del self[key]
-            return self
-        return cast(Self, _without(self, _as_spec([as_path(key) for key in keys])))
+        unwanted = _as_spec([as_path(key) for key in keys])
+        if not inplace:
+            return cast(Self, _without(self, unwanted))
+        refills: Refills = []
+        _remove(self, unwanted, refills)
+        _refill_all(refills, "exclude in place from")
+        return self
 
     def split_keys(
         self,
@@ -168,7 +164,8 @@ class Entries(TensorDictBase):
             inplace: the last tree is this one, with the taken entries removed.
             default: put in place of a missing key when ``strict`` is false.
             strict: a missing key is an error; otherwise it is passed over.
-            reproduce_struct: every tree has all the branches of this one, even without entries.
+            reproduce_struct: every tree has all the branches of this one, even without entries; a
+                branch that is taken as a whole is missing in the last one.
 
         Returns:
             ``len(key_sets) + 1`` trees; nothing is copied. Branches that lost all they held are
@@ -176,6 +173,7 @@ class Entries(TensorDictBase):
 
         Raises:
             MissingKeyError: keys that are not there, or were taken by a set before.
+            KeyConflictError: one set renames two entries to the same key.
             LockedError: the tree is locked and ``inplace`` is true.
 
         Example:
@@ -192,7 +190,7 @@ class Entries(TensorDictBase):
             part = self.empty(recurse=True) if reproduce_struct else self.empty()
             for old, new in _named(keys, rest):
                 if old in rest:
-                    part.set(new, rest.pop(old))
+                    _hand_over(part, self, as_path(old), as_path(new), rest.pop(old))
                     taken.append(as_path(old))
                 elif strict:
                     missing.append(old)
@@ -204,6 +202,8 @@ class Entries(TensorDictBase):
                 f"cannot split off {listing(missing)}: not there, or taken by a set before"
             )
         last = self if inplace else rest
+        if any(last._home(path)[0]._lock is not None for path in taken):
+            raise locked("split in place", "a branch")
         for path in taken:
             if inplace:
                 del last[path]
@@ -237,8 +237,7 @@ class Entries(TensorDictBase):
         if recurse:
             for key, value in self._data.items():
                 if isinstance(value, Entries):
-                    below = value._batch_size if batch_size is None else size
-                    node._data[key] = value.empty(True, batch_size=below, device=device)
+                    node._data[key] = value.empty(True, batch_size=batch_size, device=device)
         if device is not _KEEP:
             node._device = None if device is None else as_device(device)
         if names is not _KEEP:
@@ -304,12 +303,50 @@ def _picked(node: TensorDictBase, wanted: dict[str, Any]) -> Any:
     for key, value in node._data.items():
         if key in wanted:
             if not isinstance(value, TensorDictBase):
-                data[key] = value
+                if not wanted[key]:
+                    data[key] = value
             elif wanted[key]:
                 data[key] = _picked(value, wanted[key])
             else:
                 data[key] = value._shallow_copy()
     return node._like(data, node._batch_size, node._names)
+
+
+Refills: TypeAlias = list[tuple[TensorDictBase, dict[str, Any]]]
+
+
+def _keep_only(node: TensorDictBase, wanted: dict[str, Any], refills: Refills) -> None:
+    """Note what ``node`` and the branches below it shall still hold."""
+    kept = {}
+    for key, value in node._data.items():
+        if key in wanted:
+            branch = isinstance(value, TensorDictBase)
+            if branch or not wanted[key]:
+                kept[key] = value
+            if branch and wanted[key]:
+                _keep_only(value, wanted[key], refills)
+    refills.append((node, kept))
+
+
+def _remove(node: TensorDictBase, unwanted: dict[str, Any], refills: Refills) -> None:
+    """Note what ``node`` and the branches below it hold without the unwanted entries."""
+    kept = {}
+    for key, value in node._data.items():
+        if key not in unwanted:
+            kept[key] = value
+        elif unwanted[key]:
+            kept[key] = value
+            if isinstance(value, TensorDictBase):
+                _remove(value, unwanted[key], refills)
+    refills.append((node, kept))
+
+
+def _refill_all(refills: Refills, action: str) -> None:
+    """Make the changes, unless one of the nodes is locked."""
+    if any(node._lock is not None for node, _ in refills):
+        raise locked(action, "the tree")
+    for node, kept in refills:
+        node._refill(kept)
 
 
 def _without(node: TensorDictBase, unwanted: dict[str, Any]) -> Any:
@@ -334,6 +371,26 @@ def _named(keys: KeySet, tree: TensorDictBase) -> list[tuple[NestedKey, NestedKe
     if isinstance(keys, str):
         raise TypeError(f"a set of keys is a sequence, a dict or a callable; write [{keys!r}]")
     return [(key, key) for key in keys]
+
+
+def _hand_over(
+    part: TensorDictBase, tree: TensorDictBase, old: Path, new: Path, value: Any
+) -> None:
+    """Put an entry that was at ``old`` in ``tree`` at ``new`` in ``part``.
+
+    Branches on the way are like those of the tree, if they have the same place in it.
+    """
+    there = part.get(new)
+    if there is not None and not (isinstance(there, TensorDictBase) and there.is_empty()):
+        raise KeyConflictError(f"cannot split off {as_key(old)!r} as {as_key(new)!r}, taken twice")
+    if old == new:
+        at = part
+        for step in old[:-1]:
+            tree = cast(TensorDictBase, tree._data[step])
+            if step not in at._data:
+                at._put(step, at._like({}, tree._batch_size, tree._names))
+            at = at._data[step]
+    part.set(new, value)
 
 
 def _prune(tree: TensorDictBase, path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any, Self, cast
 from torch import Tensor
 
 from tdnn._core import Entry, IsLeaf, TensorDictBase, entries_of, locked
-from tdnn._keys import NestedKey, Path, as_key, as_path
+from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Updates"]
 
@@ -107,7 +108,7 @@ class _Update:
         self._clone = clone
         self._non_blocking = non_blocking
         self._is_leaf = is_leaf
-        self._puts: list[tuple[TensorDictBase, Path, Entry]] = []
+        self._puts: dict[tuple[int, str], tuple[TensorDictBase, str, Entry]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def add(self, node: TensorDictBase, entries: Any, above: Path) -> None:
@@ -133,6 +134,22 @@ class _Update:
         return isinstance(value, Mapping | TensorDictBase)
 
     def _add_put(self, home: TensorDictBase, way: Path, value: Any, above: Path) -> None:
+        """Plan to put a value into ``home``, or into the branch that is planned there."""
+        place = (id(home), way[0])
+        if place in self._puts:
+            waiting = self._puts[place][2]
+            if isinstance(waiting, TensorDictBase):
+                if len(way) > 1:
+                    self.add(waiting, [(way[1:], value)], (*above, way[0]))
+                    return
+                if self._merges(value):
+                    self.add(waiting, entries_of(value), (*above, way[0]))
+                    return
+            elif len(way) > 1:
+                raise KeyConflictError(
+                    f"cannot set both {as_key(above + way[:1])!r}, a leaf, "
+                    f"and {as_key(above + way)!r}"
+                )
         key = as_key(above + way) if above else as_key(way)
         if home._lock is not None:
             raise locked("set", key)
@@ -142,13 +159,13 @@ class _Update:
             value = value._shallow_copy()
         if self._clone:
             value = cast(Any, value).clone()
-        self._puts.append((home, way, value))
+        for step in way[:0:-1]:
+            value = home._like({step: value}, home._batch_size, home._names)
+        self._puts[place] = (home, way[0], value)
 
     def commit(self) -> None:
-        for home, way, value in self._puts:
-            if len(way) > 1:
-                home = home._branch_off(way[:-1])
-            home._put(way[-1], value)
+        for home, key, value in self._puts.values():
+            home._put(key, value)
         for leaf, value in self._copies:
             leaf.copy_(value, non_blocking=self._non_blocking)
 
@@ -161,12 +178,18 @@ def _chosen(
         return entries_of(source)
     if isinstance(keys, str):
         raise TypeError(f"keys_to_update is a list of keys; write [{keys!r}]")
-    if isinstance(source, TensorDictBase):
-        return [(key, source._entry(as_path(key))) for key in keys]
-    found = []
-    for key in keys:
-        value: Any = source
-        for step in (key,) if key in source else as_path(key):
+    return [(key, _found(source, key)) for key in keys]
+
+
+def _found(source: Mapping[Any, Any] | TensorDictBase, key: NestedKey) -> Any:
+    """Return what stands at a key of a tree, or of nested mappings; keys may be tuples there."""
+    value: Any = source
+    for step in (key,) if key in source else as_path(key):
+        if isinstance(value, TensorDictBase):
+            value = value._entry(as_path(step))
+        elif isinstance(value, Mapping) and step in value:
             value = value[step]
-        found.append((key, value))
-    return found
+        else:
+            known = listing(source.keys() if isinstance(source, Mapping) else source._data)
+            raise MissingKeyError(f"keys_to_update has {key!r}, the source only {known}")
+    return value
