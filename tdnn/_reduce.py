@@ -130,7 +130,9 @@ class Reduce(TensorDictBase):
             >>> TensorDict({"x": torch.tensor([3.0, 4.0])}).norm()["x"]
             tensor(5.)
         """
-        return self._whole(lambda leaf: torch.linalg.vector_norm(leaf, dtype=dtype))
+        if dtype is None:
+            return self._whole(torch.linalg.vector_norm)
+        return self._whole(lambda leaf: torch.linalg.vector_norm(leaf.to(dtype)))
 
     # -- helpers -------------------------------------------------------------------------------
 
@@ -206,13 +208,18 @@ class Reduce(TensorDictBase):
     def _batch_axes(self, dim: int | tuple[int, ...]) -> tuple[int, ...]:
         """Return ``dim`` as a tuple of non-negative batch dims."""
         depth = len(self._batch_size)
+        if isinstance(dim, str):
+            raise ValueError(f"dim is a batch dim, several, 'feature', or None, not {dim!r}")
         dims = (dim,) if isinstance(dim, int) else tuple(dim)
         wrong = [at for at in dims if not -depth <= at < depth]
         if wrong:
             raise IndexError(
                 f"dim {wrong[0]} is not a batch dim: the batch size is {tuple(self._batch_size)}"
             )
-        return tuple([at % depth for at in dims])
+        axes = tuple([at % depth for at in dims])
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"{dims} names a batch dim twice")
+        return axes
 
 
 def _flat(leaf: Tensor, depth: int) -> Tensor:

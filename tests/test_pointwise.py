@@ -1,10 +1,14 @@
 """Operators and pointwise methods: each leaf gets what plain torch gives for it."""
 
+import math
 import operator
 
 import numpy as np
 import pytest
+import strategies
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tdnn import TensorDict
@@ -610,6 +614,50 @@ def test_a_locked_tree_can_be_written_in_place_but_not_changed():
 def compiled(act):
     torch.compiler.reset()
     return torch.compile(act, fullgraph=True, backend="eager")
+
+
+# -- random trees ------------------------------------------------------------------------------
+
+
+def assert_declared(tree):
+    """Check that every leaf begins with the batch size of the node that holds it."""
+    for value in tree.values():
+        assert value.shape[: tree.ndim] == tree.batch_size
+        if isinstance(value, TensorDict):
+            assert_declared(value)
+
+
+@given(strategies.trees(), st.data())
+def test_a_random_tree_meets_another_by_name(tree, data):
+    other = turned(tree.clone())
+    result = tree * other + tree
+    assert_leaves(result, {key: leaf * leaf + leaf for key, leaf in flat(tree).items()})
+    assert_declared(result)
+    assert (tree == other).all()
+    names = list(flat(tree))
+    one, two = (data.draw(st.sampled_from(names)) for _ in "ab") if names else (None, None)
+    if one is not None and tree[one] is tree[two]:
+        assert result[one] is result[two]
+
+
+@given(strategies.trees(batch_size=strategies.sizes(max_dims=2)), st.data())
+def test_a_random_tree_meets_a_tensor_that_broadcasts_to_its_batch_size(tree, data):
+    shape = [data.draw(st.sampled_from([1, size])) for size in tree.batch_size]
+    shape = [2] * data.draw(st.integers(0, 1)) + shape
+    value = torch.arange(1, 1 + math.prod(shape)).reshape(shape)
+    result = tree + value
+    for key, leaf in flat(tree).items():
+        wide = value.reshape(*shape, *[1] * (leaf.ndim - tree.ndim)) if shape else value
+        torch.testing.assert_close(result[key], leaf + wide, rtol=0, atol=0)
+    assert result.batch_size == torch.broadcast_shapes(tree.batch_size, shape)
+    assert_declared(result)
+
+
+@given(strategies.trees(dtypes=[torch.float32, torch.float64], ties=True))
+def test_a_random_tree_is_written_in_place_once_per_tensor(tree):
+    before = {key: leaf.clone() for key, leaf in flat(tree).items()}
+    assert tree.add_(turned(tree.clone())) is tree
+    assert_leaves(tree, {key: leaf * 2 for key, leaf in before.items()})
 
 
 # -- transforms --------------------------------------------------------------------------------
