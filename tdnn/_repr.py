@@ -79,7 +79,7 @@ def _below(node: TensorDictBase, above: Path, seen: dict[int, str]) -> Iterator[
         if isinstance(value, TensorDictBase):
             note = _title(value, node)
             if type(value) is not type(node) and type(value) is not node._kind:
-                note = f"{type(value).__name__}({note})"
+                note = f"{type(value).__name__}({note})" if note else type(value).__name__
             words = [note, "" if value._data else "empty"]
             yield _Line(depth, shown, (), " ".join(filter(None, words)), len(value._data))
             yield from _below(value, path, seen)
@@ -190,7 +190,7 @@ def _page(lines: list[_Line], more: int) -> str:
 
 
 def _branch(line: _Line, unfold: str) -> str:
-    note, unfold = (f"({line.holds}) {line.note}", unfold) if line.depth else ("", " open")
+    note, unfold = (f"({line.holds}) {line.note}".strip(), unfold) if line.depth else ("", " open")
     return (
         f'<details{unfold}><summary style="cursor:pointer"><b>{escape(line.key)}</b>'
         f'{_dimmed(note)}</summary><div style="{_INSIDE}">'
