@@ -176,16 +176,16 @@ class SlotExchange(Exchange):
     def keep_parameters(self) -> None:
         """Wrap plain tensors in ``nn.Parameter`` where a parameter was; a block unwraps them.
 
-        Tensors that need a gradient, and those of a functorch transform, stay as they are, or
-        else no gradient would reach them.
+        Tensors that need a gradient, and all tensors inside a functorch transform, stay as they
+        are, or else no gradient would reach them.
         """
-        if self._all_parameters or torch.compiler.is_compiling():
+        if self._all_parameters or torch.compiler.is_compiling() or _in_transform():
             return
         old, new, _ = self._stack[-1]
         for slots, key, before, leaf in zip(self._targets, self._keys, old, new, strict=True):
             if isinstance(leaf, Parameter) or not isinstance(before, Parameter):
                 continue
-            if leaf.requires_grad or _is_transformed(leaf):
+            if leaf.requires_grad:
                 continue
             slots[key] = Parameter(leaf, requires_grad=before.requires_grad)
             self._plain.append((slots, key, leaf))
@@ -256,12 +256,15 @@ class SlotExchange(Exchange):
             )
 
     def _paths(self) -> dict[int, Path]:
-        """Return where each dict of slots stands in the module, by id."""
-        paths: dict[int, Path] = {}
-        for name, module in self._root.named_modules(remove_duplicate=False):
-            path = tuple(name.split(".")) if name else ()
-            for slots in (module._parameters, module._buffers):
-                paths.setdefault(id(slots), path)
+        """Return where each dict of slots stands, by id: in the tree, or else in the module."""
+        at = {id(home): path for path, home in _dicts_of(self._tree, ())}
+        homes = zip(self._homes, self._targets, strict=True)
+        paths = {id(slots): at[id(home)] for home, slots in homes if id(home) in at}
+        if len(paths) < len(set(map(id, self._targets))):  # the tree changed meanwhile
+            for name, module in self._root.named_modules(remove_duplicate=False):
+                path = tuple(name.split(".")) if name else ()
+                for slots in (module._parameters, module._buffers):
+                    paths.setdefault(id(slots), path)
         return paths
 
     def _key_of(self, i: int) -> NestedKey:
@@ -526,10 +529,25 @@ def _copied(leaf: Any, value: Any) -> bool:
     return True
 
 
+def _in_transform() -> bool:
+    """Return whether a functorch transform is running."""
+    # No public name for this as of torch 2.14.
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def _is_transformed(tensor: Any) -> bool:
     """Return whether a tensor belongs to a functorch transform that is running."""
     # No public name for this as of torch 2.14.
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _dicts_of(tree: TensorDictBase, above: Path) -> list[tuple[Path, Slots]]:
+    """Return the dicts that hold the entries of a tree, with the paths of their nodes."""
+    found = [(above, home) for home in tree._dicts()]
+    for key, value in tree._data.items():
+        if isinstance(value, TensorDictBase):
+            found += _dicts_of(value, (*above, key))
+    return found
 
 
 def _nodes(tree: TensorDictBase) -> list[TensorDictBase]:
