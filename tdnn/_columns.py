@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tdnn._core import TensorDictBase
-from tdnn._keys import Path, as_key, listing
-from tdnn.errors import MissingKeyError
 
 __all__ = [
     "PLAIN",
@@ -196,57 +194,18 @@ def _gather(
     """
     theirs = match._data
     if node._data.keys() != theirs.keys():
-        raise _unpaired(tree, other)
+        raise tree._unpaired(other)
     as_is = node._batch_size == match._batch_size
     for key, value in node._data.items():
         twin = theirs[key]
         inner = type(value) not in PLAIN and isinstance(value, TensorDictBase)
         if inner is not (type(twin) not in PLAIN and isinstance(twin, TensorDictBase)):
-            raise _unpaired(tree, other)
+            raise tree._unpaired(other)
         if inner:
             as_is = _gather(value, tree, twin, other, found) and as_is
         else:
             found.append(twin)
     return as_is
-
-
-def _unpaired(first: TensorDictBase, second: TensorDictBase) -> MissingKeyError:
-    """Return the error for two trees whose keys differ, with every key that has no partner."""
-    here: list[Path] = []
-    there: list[Path] = []
-    mixed: list[Path] = []
-    _compare(first, second, (), here, there, mixed)
-    parts = [
-        f"{what} {listing(map(as_key, paths))}"
-        for what, paths in (
-            ("only the first has", here),
-            ("only the second has", there),
-            ("a leaf in one and a branch in the other:", mixed),
-        )
-        if paths
-    ]
-    return MissingKeyError(f"the keys of the trees differ: {'; '.join(parts)}")
-
-
-def _compare(
-    first: TensorDictBase,
-    second: TensorDictBase,
-    above: Path,
-    here: list[Path],
-    there: list[Path],
-    mixed: list[Path],
-) -> None:
-    there += [(*above, key) for key in second._data if key not in first._data]
-    for key, value in first._data.items():
-        path = (*above, key)
-        if key not in second._data:
-            here.append(path)
-            continue
-        twin = second._data[key]
-        if isinstance(value, TensorDictBase) is not isinstance(twin, TensorDictBase):
-            mixed.append(path)
-        elif isinstance(value, TensorDictBase):
-            _compare(value, twin, path, here, there, mixed)
 
 
 def broadcast(*shapes: tuple[int, ...]) -> torch.Size:

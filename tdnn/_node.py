@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tdnn._keys import Path, listing
+from tdnn._keys import Path, as_key, listing
 from tdnn.errors import MissingKeyError
 
 __all__ = ["IsLeaf", "Names", "Node", "Scope"]
@@ -68,14 +69,14 @@ class Node:
 
     def _like(self, data: dict[str, Any], batch_size: torch.Size, names: Names = None) -> Self:
         """Return a new unlocked node on this one's device; nothing is checked."""
-        node = _new(self._kind)
+        node: Self = _new(self._kind)
         node._data = data
         node._batch_size = batch_size
         node._device = self._device
         node._names = names
         node._lock = None
         node._scope = None
-        return cast(Self, node)
+        return node
 
     def _dicts(self) -> tuple[dict[str, Any], ...]:
         """Return the dicts that hold the entries; ``_data`` may be made of several."""
@@ -116,11 +117,13 @@ class Node:
             else:
                 value._collect(path, found, is_leaf)
 
-    def _branches(self) -> Iterator[Self]:
-        """Yield the branches directly below this node."""
-        for value in self._data.values():
-            if isinstance(value, Node):
-                yield cast(Self, value)
+    def _branches(self) -> list[Self]:
+        """Return the branches directly below this node."""
+        found = []
+        for value in self._data.values():  # Hot (test_lock_nested): half of a comprehension's time
+            if type(value) is not Tensor and isinstance(value, Node):
+                found.append(cast(Self, value))
+        return found
 
     # -- mapping -----------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class Node:
         """
         if memo is None:
             memo = {}
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 tag = itself  # an id would be a guard, and every call a recompile
         depth = len(self._batch_size)
         data: dict[str, Any] = {}
@@ -148,10 +151,12 @@ class Node:
             kind = type(value)
             if kind is Tensor or kind is Parameter or not isinstance(value, Node):
                 at = tag(value)
-                if at not in memo:
+                if at in memo:
+                    data[key] = memo[at][1]
+                else:
+                    data[key] = made = fn(value)
                     # With the leaf, whose id would pass on if it were made by reading and freed.
-                    memo[at] = (value, fn(value))
-                data[key] = memo[at][1]
+                    memo[at] = value, made
             elif len(value._batch_size) == depth:
                 data[key] = value._rebuild(fn, batch_size, names, memo, tag)
             else:
@@ -161,39 +166,60 @@ class Node:
 
     def _shallow_copy(self) -> Self:
         """Return new nodes over the same leaves."""
-        data = {
-            key: value
-            if type(value) is Tensor or not isinstance(value, Node)
-            else value._shallow_copy()
-            for key, value in self._data.items()
-        }
+        data = self._data.copy()
+        # Hot (test_exclude_nested): leaves are copied by the dict, and the loop is for branches.
+        for key, value in data.items():
+            if type(value) is not Tensor and isinstance(value, Node):
+                data[key] = value._shallow_copy()
         return self._like(data, self._batch_size, self._names)
 
-    def _zip(self, fn: Callable[[Any, Any], Any], other: "Node") -> Self:
+    def _zip(
+        self, fn: Callable[[Any, Any], Any], other: "Node", roots: "tuple[Node, Node] | None" = None
+    ) -> Self:
         """Return a new tree of ``fn(leaf, other_leaf)``, paired by key in this tree's order."""
+        one, two = roots = roots or (self, other)
         theirs = other._data
         if self._data.keys() != theirs.keys():
-            raise self._unpaired(other)
+            raise one._unpaired(two)
         data: dict[str, Any] = {}
         for key, value in self._data.items():
+            match = theirs[key]
+            if isinstance(value, Node) is not isinstance(match, Node):
+                raise one._unpaired(two)
             if isinstance(value, Node):
-                match = theirs[key]
-                if not isinstance(match, Node):
-                    raise MissingKeyError(f"{key!r} is a branch here and a leaf there")
-                data[key] = value._zip(fn, match)
-            elif isinstance(theirs[key], Node):
-                raise MissingKeyError(f"{key!r} is a leaf here and a branch there")
+                data[key] = value._zip(fn, match, roots)
             else:
-                data[key] = fn(value, theirs[key])
+                data[key] = fn(value, match)
         return self._like(data, self._batch_size, self._names)
 
     def _unpaired(self, other: "Node") -> MissingKeyError:
         """Return the error for two trees whose keys differ, with every key that has no partner."""
-        here = listing(key for key in self._data if key not in other._data)
-        there = listing(key for key in other._data if key not in self._data)
-        return MissingKeyError(
-            f"the trees differ: only the first has {here}, only the second {there}"
+        here: list[Path] = []
+        there: list[Path] = []
+        mixed: list[Path] = []
+        self._compare(other, (), here, there, mixed)
+        message = (
+            f"the trees differ: only the first has {listing(map(as_key, here))}, "
+            f"only the second {listing(map(as_key, there))}"
         )
+        if mixed:
+            message += f"; a leaf in one and a branch in the other: {listing(map(as_key, mixed))}"
+        return MissingKeyError(message)
+
+    def _compare(
+        self, other: "Node", above: Path, here: list[Path], there: list[Path], mixed: list[Path]
+    ) -> None:
+        """Add the paths that only this tree has, only the other, and both, of two kinds."""
+        theirs = other._data
+        there += [(*above, key) for key in theirs if key not in self._data]
+        for key, value in self._data.items():
+            path = (*above, key)
+            if key not in theirs:
+                here.append(path)
+            elif isinstance(value, Node) is not isinstance(theirs[key], Node):
+                mixed.append(path)
+            elif isinstance(value, Node):
+                value._compare(theirs[key], path, here, there, mixed)
 
 
 def itself(value: Any) -> Any:
