@@ -21,6 +21,7 @@ __all__ = [
     "index_parts",
     "is_mask",
     "outline",
+    "row_positions",
     "sliced",
 ]
 
@@ -48,6 +49,26 @@ def basic_outline(index: tuple[Any, ...], size: torch.Size) -> torch.Size | None
         else:
             return None
     return torch.Size((*out, *size[dim:]))
+
+
+def row_positions(
+    index: list[int] | range, size: torch.Size, device: torch.device | None
+) -> Tensor | None:
+    """Return the positions that a list or range gives along the first dim, none below 0.
+
+    None means that it is no list of ints, and needs :func:`index_parts`.
+    """
+    if not index or not size or (type(index) is list and set(map(type, index)) != {int}):
+        return None
+    low, high = (min(index), max(index)) if type(index) is list else sorted((index[0], index[-1]))
+    if not -size[0] <= low <= high < size[0]:
+        wrong = low if low < -size[0] else high
+        raise IndexError(f"index {wrong} is out of range for dim 0 of batch size {tuple(size)}")
+    if type(index) is range:
+        found = torch.arange(index.start, index.stop, index.step, device=device)
+    else:
+        found = torch.tensor(index, device=device)
+    return found % size[0] if low < 0 else found
 
 
 def index_parts(index: Any, node: TensorDictBase) -> list[Part]:

@@ -8,12 +8,14 @@ object: the work for the index is done once, whatever the number of leaves.
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from tdnn._core import TensorDictBase
+from tdnn._core import Names, TensorDictBase
 from tdnn._dims import (
     Part,
     Tree,
@@ -23,6 +25,7 @@ from tdnn._dims import (
     index_parts,
     is_mask,
     outline,
+    row_positions,
     sliced,
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
@@ -31,7 +34,7 @@ from tdnn.errors import MissingKeyError
 __all__ = ["Indexing", "where"]
 
 _ABSENT: Any = object()
-_VIEWING = (int, slice, type(None))  # parts for which torch gives a view
+_VIEWING = {int, slice, type(None)}  # parts for which torch gives a view
 
 
 class Indexing(TensorDictBase):
@@ -75,23 +78,38 @@ class Indexing(TensorDictBase):
             except (KeyError, TypeError, AttributeError):
                 return self._entry(as_path(index))
             return node
-        # An int and a slice are spelled out for speed: benchmark test_getitem.
+        # An int, a slice and tuples of them are spelled out for speed: benchmark test_getitem.
         size, names = self._batch_size, self._names
         if kind is int:
             if size and -size[0] <= index < size[0]:
                 names = (names[1:] or None) if names else None
-                return self._rebuild(operator.itemgetter(index), size[1:], names)
+                return self._take(index, size[1:], names)
         elif kind is slice:
             if size:
                 size = torch.Size((sliced(index, size[0]), *size[1:]))
-                return self._rebuild(operator.itemgetter(index), size, names)
-        elif _is_key(index):
-            return self._entry(as_path(index))
+                return self._take(index, size, names)
         elif kind is tuple and names is None:
             basic = basic_outline(index, size)
             if basic is not None:
-                return self._rebuild(operator.itemgetter(index), basic, None)
-        place, size, names = outline(index_parts(index, self), size, names)
+                return self._take(index, basic, None)
+        elif kind is list or kind is range:
+            rows = row_positions(index, size, self._device)
+            if rows is not None:
+                size = torch.Size((len(index), *size[1:]))
+                return self._rebuild(partial(_pick_rows, rows, rows.device), size, names)
+        if _is_key(index):
+            return self._entry(as_path(index))
+        return self._take(*outline(index_parts(index, self), size, names))
+
+    def _take(self, place: Any, size: torch.Size, names: Names) -> Self:
+        """Return the tree of ``leaf[place]``, which has the batch size ``size``."""
+        if names is None and not is_compiling():
+            # Hot (test_getitem): to see afterwards that there are no ties is cheaper than to
+            # look for each leaf whether it was there before.
+            seen: list[int] = []
+            found = _picked(self, place, size, seen)
+            if len(set(seen)) == len(seen):
+                return found
         return self._rebuild(operator.itemgetter(place), size, names)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -122,14 +140,13 @@ class Indexing(TensorDictBase):
         if type(index) is str or _is_key(index):
             self.set(index, value)
             return
-        parts = index_parts(index, self)
         if isinstance(value, TensorDictBase):
-            self._write_tree(parts, value)
+            self._write_tree(index, value)
         elif isinstance(value, Mapping):
             source = self._like({}, torch.Size(()))._convert(value, "the value")
-            self._write_tree(parts, cast(TensorDictBase, source))
+            self._write_tree(index, cast(TensorDictBase, source))
         else:
-            self._write_value(parts, _as_value(value))
+            self._write_value(index_parts(index, self), _as_value(value))
 
     def _write_value(self, parts: list[Part], value: Any) -> None:
         """Write a number or a tensor to every leaf."""
@@ -147,29 +164,39 @@ class Indexing(TensorDictBase):
                     torch.empty((), dtype=dtype).fill_(value)
         _put(leaves, place, [value] * len(leaves))
 
-    def _write_tree(self, parts: list[Part], source: TensorDictBase) -> None:
+    def _write_tree(self, index: Any, source: TensorDictBase) -> None:
         """Write each leaf of ``source`` to the leaf of the same name."""
         leaves: list[Tensor] = []
         values: list[Tensor] = []
         if not _pair(self, source, leaves, values):
             raise _unpaired(self, source)
-        above = len(source._batch_size)
-        if all(type(part) in _VIEWING for part in parts):
-            # Views: torch says what shape they have, and copy_ converts dtypes and devices.
-            place = tuple(parts)
-            targets = [leaf[place] for leaf in leaves]
-            shapes: list[tuple[int, ...]] = [target.shape for target in targets]
-            values = self._fit_all(shapes, leaves, values, above)
-            for target, value in zip(targets, values, strict=True):
-                target.copy_(value)
+        if _is_basic(index, self._batch_size):  # no need to look at its parts: test_setitem_dim
+            self._write_views([leaf[index] for leaf in leaves], leaves, values, source)
             return
-        if _is_open(parts):
-            place = tuple(parts)
-        else:
+        parts = index_parts(index, self)
+        place = tuple(parts)
+        if all(type(part) in _VIEWING for part in parts):
+            self._write_views([leaf[place] for leaf in leaves], leaves, values, source)
+            return
+        if not _is_open(parts):
             place, size, _ = outline(parts, self._batch_size, None)
             shapes = [self._inner(size, leaf) for leaf in leaves]
-            values = self._fit_all(shapes, leaves, values, above)
+            values = self._fit_all(shapes, leaves, values, len(source._batch_size))
         _put(leaves, place, values)
+
+    def _write_views(
+        self,
+        views: list[Tensor],
+        leaves: list[Tensor],
+        values: list[Tensor],
+        source: TensorDictBase,
+    ) -> None:
+        """Copy values into views of the leaves: copy_ converts dtypes and devices."""
+        shapes = [view.shape for view in views]
+        if shapes != [value.shape for value in values]:
+            values = self._fit_all(shapes, leaves, values, len(source._batch_size))
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
 
     def _inner(self, size: torch.Size, leaf: Tensor) -> tuple[int, ...]:
         """Return the shape of a leaf with ``size`` in place of the batch size."""
@@ -323,6 +350,27 @@ class Indexing(TensorDictBase):
         return deliver(_where(self, condition, self, other), out)
 
 
+def _picked(node: Tree, place: Any, size: torch.Size, seen: list[int]) -> Tree:
+    """Return a new tree without names of ``leaf[place]``, and the leaves' ids in ``seen``."""
+    data: dict[str, Any] = {}
+    for key, value in node._data.items():
+        if type(value) is Tensor or not isinstance(value, TensorDictBase):
+            seen.append(id(value))
+            data[key] = value[place]
+        elif len(value._batch_size) == len(node._batch_size):
+            data[key] = _picked(value, place, size, seen)
+        else:
+            further = value._batch_size[len(node._batch_size) :]
+            data[key] = _picked(value, place, torch.Size((*size, *further)), seen)
+    return node._like(data, size, None)
+
+
+def _pick_rows(rows: Tensor, device: torch.device, leaf: Any) -> Any:
+    """Return the rows of a leaf at positions that are not negative."""
+    # Faster than an index (test_getitem[list]), but not for positions on another device.
+    return leaf.index_select(0, rows) if leaf.device == device else leaf[rows]
+
+
 # -- keys and values -------------------------------------------------------------------------
 
 
@@ -395,12 +443,19 @@ def _unpaired(mine: TensorDictBase, theirs: TensorDictBase) -> MissingKeyError:
     return MissingKeyError(f"cannot write at the index: {'; '.join(faults)}; nothing was written")
 
 
+def _is_basic(index: Any, size: torch.Size) -> bool:
+    """Return whether an index, as it stands, gives views of leaves, and of batch dims only."""
+    if type(index) is tuple:
+        return basic_outline(index, size) is not None
+    return type(index) in _VIEWING and bool(size)
+
+
 def _is_open(parts: list[Part]) -> bool:
     """Return whether the shape that an index gives is unknown: that of a mask, while tracing.
 
     Nothing runs then, so that a shape error which torch raises finds nothing written.
     """
-    return torch.compiler.is_compiling() and any(is_mask(part) for part in parts)
+    return is_compiling() and any(is_mask(part) for part in parts)
 
 
 def _fit(value: Tensor, shape: tuple[int, ...], further: int, above: int) -> Tensor | None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import branches, flat, planes, sizes, storage, trees
 from torch._dynamo.testing import CompileCounter
 
-from tdnn import TensorDict
+from tdnn import LazyStackedTensorDict, TensorDict
 from tdnn.errors import LockedError, MissingKeyError
 
 # -- a model ---------------------------------------------------------------------------------
@@ -322,6 +322,31 @@ def test_indexing_a_tie_gives_a_tie():
         assert part["a"] is part["b", "c"]
 
 
+@pytest.mark.parametrize(
+    "index",
+    [0, slice(1), [0, 2], range(2), torch.tensor([0, 1]), torch.tensor([True, False, True])],
+)
+def test_an_index_serves_leaves_on_several_devices(index):
+    td = TensorDict({"a": torch.zeros(3, 2), "m": torch.zeros(3, 2, device="meta")}, [3])
+    found = td[index]
+    assert found["m"].device.type == "meta"
+    assert found["m"].shape == found["a"].shape == td["a"][index].shape
+    td[index] = found
+    td[index] = 1
+    assert td["a"][index].sum() == found["a"].numel()
+
+
+def test_leaves_that_are_made_when_they_are_read_are_told_apart():
+    rows = [
+        TensorDict({f"k{i}": {"x": torch.full((2,), 10 * i + row)} for i in range(6)})
+        for row in range(2)
+    ]
+    lazy = LazyStackedTensorDict(*rows)  # frees each leaf before it makes the next
+    for found in (lazy[:], lazy[[0, 1]], lazy.clone(), lazy.reshape(2)):
+        for i in range(6):
+            assert found[f"k{i}", "x"].tolist() == [[10 * i] * 2, [10 * i + 1] * 2]
+
+
 def test_an_index_of_a_locked_tree_gives_an_unlocked_one(td):
     assert not td.lock_()[0].is_locked
 
@@ -379,8 +404,11 @@ def test_too_many_indices_says_how_many_and_the_batch_size(td):
 
 def test_an_int_out_of_range_says_so_even_without_leaves():
     for td in (TensorDict({"a": torch.zeros(3, 4)}, [3, 4]), TensorDict({}, [3, 4])):
-        with pytest.raises(IndexError, match=r"index 3 is out of range for dim 0 of batch size"):
-            td[3]
+        for index in (3, [0, 3], range(2, 4), (3, 0)):
+            with pytest.raises(IndexError, match=r"index 3 is out of range for dim 0 of batch"):
+                td[index]
+        with pytest.raises(IndexError, match=r"index -4 is out of range for dim 0 of batch"):
+            td[[0, -4]]
         with pytest.raises(IndexError, match=r"index -5 is out of range for dim 1 of batch size"):
             td[0, -5]
 
