@@ -516,6 +516,8 @@ def where(condition: Any, input: Any, other: Any) -> TensorDictBase:
 
 def _where(base: Tree, condition: Any, input: Any, other: Any) -> Tree:
     size = base._batch_size
+    if not isinstance(condition, Tensor | TensorDictBase):
+        raise TypeError(f"a condition is a bool tensor or a tree, not {type(condition).__name__}")
     if isinstance(condition, Tensor) and not _begins(condition.shape, size):
         raise RuntimeError(
             f"a condition of shape {tuple(condition.shape)} does not fit the first dims of batch "

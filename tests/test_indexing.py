@@ -653,6 +653,8 @@ def test_where_writes_into_out(td):
 
 
 def test_where_refuses_what_does_not_fit(td):
+    with pytest.raises(TypeError, match="a condition is a bool tensor or a tree, not bool"):
+        td.where(True, 0)
     with pytest.raises(RuntimeError, match=r"a condition of shape \(4,\) does not fit the first"):
         td.where(torch.ones(4, dtype=torch.bool), 0)
     with pytest.raises(MissingKeyError, match="the trees differ: only the first has"):
