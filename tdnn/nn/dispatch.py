@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from inspect import signature
+from inspect import Signature, signature
 from typing import Any, TypeVar, overload
 
 import torch
@@ -122,7 +122,20 @@ def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
         out = func(self, tree, **kwargs) if kwargs else func(self, tree)
         return form.results(self, _keys_of(self, form.dest), out)
 
+    method.__signature__ = _without_need(func)  # type: ignore[attr-defined]  # functions take any
     return method
+
+
+def _without_need(func: Callable[..., Any]) -> Signature:
+    """Return the signature with a default for the tree: torch.export binds keywords to it."""
+    own = signature(func)
+    names = [
+        p.replace(default=None) if p.name == "tensordict" else p for p in own.parameters.values()
+    ]
+    try:
+        return own.replace(parameters=names)
+    except ValueError:  # an argument behind the tree has no default
+        return own
 
 
 def _is_direct(source: Sequence[NestedKey], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

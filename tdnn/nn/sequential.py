@@ -147,18 +147,18 @@ class TensorDictSequential(TensorDictModule):
             return False
         try:
             for at, step in enumerate(holder._modules.values()):
-                if step._form is not forms[at]:
+                form = step._form
+                # Values are compared for torch.compile, which does not see that two are one.
+                if form is not forms[at] and form != forms[at]:
                     return False
         except AttributeError:  # a module with keys that is not one of ours
             return False
         return not known.others or known.others == self._others()
 
     def _others(self) -> list[Any]:
-        """Return the keys of the steps without a form, which may change in place."""
+        """Return the keys of the steps without a form, whose lists may change in place."""
         return [
-            (step._keys(), step._selected)
-            if isinstance(step, TensorDictSequential)
-            else (list(_reads(step)), list(_writes(step)))
+            (list(_reads(step)), list(_writes(step)))
             for step in self._steps.values()
             if getattr(step, "_form", None) is None
         ]
