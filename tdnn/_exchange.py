@@ -88,16 +88,13 @@ class SlotExchange(Exchange):
         self._plain: list[tuple[Slots, str, Tensor]] = []
         self._all_parameters = False
         self._thread = 0
-        visits = self._plan()
-        modules = {module for _, module in visits}
-        self._modules = modules
-        self._shared = len(modules) < len(visits) and len(set(self._slot_ids())) < len(self._keys)
-        kinds = set(map(type, modules))
+        self._modules = self._plan()
+        kinds = set(map(type, self._modules))
         self._listeners = any([kind.__setattr__ is not _SETATTR for kind in kinds])
         self._lazy = any([issubclass(kind, LazyModuleMixin) for kind in kinds])
 
-    def _plan(self) -> list[tuple[Slots, nn.Module]]:
-        """Find a slot for every leaf; return each dict of the tree with its module.
+    def _plan(self) -> set[nn.Module]:
+        """Find a slot for every leaf; return the modules that the tree reaches.
 
         Hot (test_to_module_speed): flat lists, local names, one loop over a list that grows, and
         no look at the leaves themselves.
@@ -105,6 +102,7 @@ class SlotExchange(Exchange):
         homes, targets, keys = self._homes, self._targets, self._keys
         plain = self._tree._kind  # nodes whose entries are all in the one dict _data
         visits = [(home, self._root) for home in self._tree._dicts()]
+        again = len(visits) - 1  # visits that reach a module by a name that has been counted
         for home, module in visits:
             parameters: Any = module._parameters
             modules = module._modules
@@ -118,7 +116,12 @@ class SlotExchange(Exchange):
                     if type(branch) is plain and child is not None:
                         visits.append((branch._data, child))
                     elif isinstance(branch, TensorDictBase) and child is not None:
-                        visits += [(below, child) for below in branch._dicts()]
+                        first = True
+                        for below in branch._dicts():
+                            if below:
+                                visits.append((below, child))
+                                again += not first
+                                first = False
                     else:
                         self._refuse()
                 elif key in module._buffers:
@@ -129,7 +132,9 @@ class SlotExchange(Exchange):
                     keys.append(key)
                 elif not isinstance(home[key], TensorDictBase) or home[key]._data:
                     self._refuse()
-        return visits
+        modules_seen = {module for _, module in visits}
+        self._shared = len(modules_seen) < len(visits) - again
+        return modules_seen
 
     def _refuse(self) -> NoReturn:
         """Raise the error that lists all entries without a place in the module."""

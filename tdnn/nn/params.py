@@ -78,7 +78,8 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         return {**self._parameters, **self._buffers, **self._modules}
 
     def _dicts(self) -> tuple[dict[str, Any], ...]:
-        return cast(Any, self._parameters), cast(Any, self._buffers), cast(Any, self._modules)
+        # Hot (test_to_module_speed[True]): typing.cast is a call.
+        return self._parameters, self._buffers, self._modules  # type: ignore[return-value]  # ditto
 
     def set(
         self, key: NestedKey, item: Any, inplace: bool = False, *, non_blocking: bool = False
