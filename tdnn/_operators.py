@@ -35,6 +35,10 @@ class Operators(TensorDictBase):
     says how they are paired. ``td + 1`` is a new tree, ``td += 1`` writes into the leaves.
     ``td == other`` is a tree of bool; with something that is no operand at all, such as None, it
     is False, as for any two objects of Python that do not know each other.
+
+    Under ``torch.compile`` (torch 2.14), ``td += tensor`` makes a new tree, because dynamo reads it
+    as ``td = td + tensor``; ``td.add_(tensor)`` writes in place there too, as does ``td += other``
+    for a number or a tree.
     """
 
     __slots__ = ()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from tdnn import TensorDict
 from tdnn.errors import LockedError, MissingKeyError
@@ -727,6 +728,18 @@ def test_an_in_place_operator_traces_and_writes_into_the_argument():
     tree, target = tied(), tied().mul_(3)
     assert step(tree, target)["a"] is tree["a"]
     assert (tree == 4).all()
+
+
+def test_other_values_of_the_same_shapes_do_not_trace_again():
+    def act(one, two, value):
+        return (one.clone().add_(two) * 2 - value).lerp(two, 0.5), one == two
+
+    counter = CompileCounter()
+    torch.compiler.reset()
+    run = torch.compile(act, fullgraph=True, backend=counter)
+    for _ in range(3):
+        run(tied(), tied(), torch.rand(2))
+    assert counter.frame_count == 1
 
 
 def test_torch_functions_call_the_methods():
