@@ -79,7 +79,7 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
 
     def _dicts(self) -> tuple[dict[str, Any], ...]:
         # Hot (test_to_module_speed[True]): typing.cast is a call.
-        return self._parameters, self._buffers, self._modules  # type: ignore[return-value]  # ditto
+        return self._parameters, self._buffers, self._modules
 
     def set(
         self, key: NestedKey, item: Any, inplace: bool = False, *, non_blocking: bool = False
