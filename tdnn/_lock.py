@@ -82,12 +82,13 @@ class Lockable(Node):
         nodes: dict[int, Node] = {}
         self._gather(nodes)
         for node in nodes.values():
-            holders = [holder() for holder in node._lock or ()]
-            if any(holder is not None and id(holder) not in nodes for holder in holders):
-                raise LockedError(
-                    "cannot unlock: the tree, or a branch of it, is part of another locked tree; "
-                    "unlock that one first"
-                )
+            for holder in node._lock or ():
+                tree = holder()
+                if tree is not None and id(tree) not in nodes:
+                    raise LockedError(
+                        "cannot unlock: the tree, or a branch of it, is part of another locked "
+                        "tree; unlock that one first"
+                    )
 
     def _gather(self, nodes: dict[int, Node]) -> None:
         nodes[id(self)] = self
@@ -127,6 +128,8 @@ class Lockable(Node):
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         scope = cast(Scope, self._scope)
+        if not scope.entered:  # announced inside the block by a call without a `with`
+            scope = cast(Scope, scope.outer)
         self._scope = scope.outer
         scope.leave(self, kind is not None)
 
