@@ -27,7 +27,7 @@ LAYERS = [
     "io.safetensors",
     "io",
     "tensordict",
-    "lazystack nn._faults",
+    "lazystack nn._faults nn._flow",
     "nn.dispatch nn.params",
     "nn.base",
     "nn.module nn.ensemble",

@@ -141,6 +141,21 @@ def test_keys_follow_a_step_that_is_changed():
     assert seq.in_keys == ["x", "u", "w"]
 
 
+def test_keys_of_a_step_may_be_written_in_any_way():
+    class Loose(Own):
+        def __init__(self):
+            super().__init__()
+            self.in_keys, self.out_keys = "x", (("n", ("y",)), ("z",))
+
+        def forward(self, tensordict):
+            return tensordict.set(("n", "y"), tensordict["x"]).set("z", tensordict["x"])
+
+    seq = TensorDictSequential(Loose(), step([("n", "y"), "z"], "w"), partial_tolerant=True)
+    assert (seq.in_keys, seq.out_keys) == (["x"], [("n", "y"), "z", "w"])
+    assert torch.equal(seq(ONE)[-1], 3 * ONE)
+    assert len(seq.select_subsequence(out_keys=["w"])) == 2
+
+
 def test_keys_of_a_chain_cannot_be_assigned():
     seq = chain("x>y")
     with pytest.raises(AttributeError, match="works its in_keys out from its steps; change those"):

@@ -19,6 +19,17 @@ def test_steps_must_be_callable():
         TensorDictSequential({"a": "b"})
 
 
+def test_a_step_with_a_wrong_key_is_named():
+    with pytest.raises(TypeError, match=r"Own: in_keys \['x', 1\]: a key is a str or a non-empty"):
+        broken = Own()
+        broken.in_keys.append(1)
+        TensorDictSequential(broken)
+    with pytest.raises(TypeError, match="Own: out_keys 3: 'int' object is not iterable"):
+        broken = Own()
+        broken.out_keys = 3
+        TensorDictSequential(broken)
+
+
 def test_inplace_has_four_values():
     with pytest.raises(ValueError, match=r"one of \[None, True, False, 'empty'\], not 'no'"):
         chain("x>y", inplace="no")
@@ -99,7 +110,7 @@ def test_an_exception_in_a_step_of_another_class_tells_the_same():
             "WrapModule(fail) read 'x' float32 (2,), 'q' N",
         ),
         (WrapModule(nn.Linear(1, 1)), "WrapModule(Linear) read 'x' float32 (2,)"),
-        (Own("x", ("y", 1)), "Own read 'x' float32 (2,)"),
+        (Own("x", ("x", "y")), "Own read 'x' float32 (2,)"),
     ):
         with pytest.raises((LookupError, TypeError)) as info:
             TensorDictSequential(failing)(tree())

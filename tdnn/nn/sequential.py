@@ -1,12 +1,12 @@
 """A chain of modules that run one after the other on the same tree."""
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from torch import nn
 
 from tdnn._core import TensorDictBase
-from tdnn._keys import NestedKey, as_key, as_path, hint, listing
+from tdnn._keys import NestedKey, hint, listing
 from tdnn.nn._faults import (
     Told,
     inputs_in_words,
@@ -16,6 +16,7 @@ from tdnn.nn._faults import (
     tell,
     title,
 )
+from tdnn.nn._flow import keys_read, keys_written, reads, touches, writes
 from tdnn.nn.base import TensorDictModuleBase, WrapModule, normal_keys, picture
 from tdnn.nn.dispatch import dispatch
 from tdnn.nn.module import TensorDictModule, write
@@ -158,7 +159,7 @@ class TensorDictSequential(TensorDictModule):
     def _others(self) -> list[Any]:
         """Return the keys of the steps without a form, whose lists may change in place."""
         return [
-            (list(_reads(step)), list(_writes(step)))
+            (reads(step), writes(step))
             for step in self._steps.values()
             if getattr(step, "_form", None) is None
         ]
@@ -166,7 +167,7 @@ class TensorDictSequential(TensorDictModule):
     def _reform(self) -> None:
         steps = self._steps.values()
         forms = [getattr(step, "_form", None) for step in steps]
-        in_keys, out_keys = tuple(_in_keys(steps)), tuple(_out_keys(steps))
+        in_keys, out_keys = tuple(keys_read(steps)), tuple(keys_written(steps))
         self._worked_out = _Keys(forms, self._others(), in_keys, out_keys)
 
     @property
@@ -223,7 +224,7 @@ class TensorDictSequential(TensorDictModule):
         tolerant = self.partial_tolerant
         try:
             for at, step in self._steps.items():  # noqa: B007  # the handler reads it
-                if tolerant and not all([key in tree for key in step.in_keys]):
+                if tolerant and not all([key in tree for key in reads(step)]):
                     continue
                 result = step(tree)
                 if not isinstance(result, TensorDictBase):
@@ -357,7 +358,7 @@ class TensorDictSequential(TensorDictModule):
         steps = dict(pairs) if self._named else {str(at): s for at, (_, s) in enumerate(pairs)}
         if len(steps) < len(pairs):
             raise ValueError(f"{self._title()}: two steps have one name")
-        written = _out_keys(steps.values())
+        written = keys_written(steps.values())
         lost = [key for key in self._selected or () if key not in written]
         if lost:
             raise ValueError(
@@ -425,8 +426,8 @@ class TensorDictSequential(TensorDictModule):
         if in_keys is not None:
             steps = _runnable(steps, list(have))
         if want is not None:
-            written = _out_keys(steps.values())
-            lost = [key for key in want if not _touches(key, [*written, *have])]
+            written = keys_written(steps.values())
+            lost = [key for key in want if not touches(key, [*written, *have])]
             if lost:
                 raise self._unreachable(lost, have)
             steps = _needed(steps, list(want))
@@ -446,7 +447,7 @@ class TensorDictSequential(TensorDictModule):
             return self
         cut = self._with(steps)
         if self._selected is not None:
-            written = _out_keys(steps.values())
+            written = keys_written(steps.values())
             cut._selected = tuple([key for key in self._selected if key in written])
         return cut
 
@@ -504,63 +505,12 @@ def _container(steps: Steps, named: bool) -> nn.Module:
 
 
 def _reading(step: Step, tree: TensorDictBase) -> str:
-    keys = getattr(step, "in_keys", None) or [as_key((key,)) for key in tree._data]
+    keys = reads(step) or list[NestedKey](tree._data)
     values = [tree.get(key) if key in tree else None for key in keys]
     return f"{title(step)} {inputs_in_words(keys, values)}"
 
 
 # -- which keys --------------------------------------------------------------------------------
-
-
-def _reads(step: Step) -> Sequence[NestedKey]:
-    return getattr(step, "in_keys", ())
-
-
-def _writes(step: Step) -> Sequence[NestedKey]:
-    return getattr(step, "out_keys", ())
-
-
-def _in_keys(steps: Iterable[Step]) -> list[NestedKey]:
-    """Return what the steps read and no earlier one writes, without the parts of what is read."""
-    found: dict[NestedKey, None] = {}
-    written: set[NestedKey] = set()
-    begun: set[NestedKey] = set()  # the branches that the written keys stand in
-    for step in steps:
-        for key in _reads(step):
-            if key not in begun and key not in written and not _within(key, written):
-                found[key] = None
-        for key in _writes(step):
-            written.add(key)
-            begun.update(_branches(key))
-    return [key for key in found if not _within(key, found)]
-
-
-def _out_keys(steps: Iterable[Step]) -> list[NestedKey]:
-    """Return what the steps write, each key once, at the place of its last writing."""
-    found: dict[NestedKey, None] = {}
-    for step in steps:
-        for key in _writes(step):
-            found.pop(key, None)
-            found[key] = None
-    found.pop("_", None)
-    return list(found)
-
-
-def _branches(key: NestedKey) -> list[NestedKey]:
-    """Return the keys of the branches that an entry stands in."""
-    return [] if type(key) is str else [as_key(as_path(key[:end])) for end in range(1, len(key))]
-
-
-def _within(key: NestedKey, keys: Container[NestedKey]) -> bool:
-    """Return whether an entry stands in a branch that is one of ``keys``."""
-    return type(key) is not str and any([branch in keys for branch in _branches(key)])
-
-
-def _touches(key: NestedKey, keys: Collection[NestedKey]) -> bool:
-    """Return whether ``key`` is one of ``keys``, or above or below one."""
-    if key in keys or _within(key, keys):
-        return True
-    return any([key in _branches(other) for other in keys])
 
 
 def _listed(keys: Iterable[NestedKey], what: str, who: str) -> list[NestedKey]:
@@ -587,10 +537,10 @@ def _runnable(steps: Steps, have: list[NestedKey]) -> Steps:
             inner = _runnable(step._steps, list(have))
             if inner:
                 kept[name] = step._cut(inner)
-        elif all([_touches(key, have) for key in step.in_keys]):
+        elif all([touches(key, have) for key in reads(step)]):
             kept[name] = step
         if name in kept:
-            have += kept[name].out_keys
+            have += writes(kept[name])
     return kept
 
 
@@ -598,11 +548,11 @@ def _needed(steps: Steps, want: list[NestedKey]) -> Steps:
     """Return the steps that write one of ``want`` or an input of a step behind that stays."""
     kept: Steps = {}
     for name, step in reversed(steps.items()):
-        wanted = [key for key in want if _touches(key, step.out_keys)]
+        wanted = [key for key in want if touches(key, writes(step))]
         if wanted:
             if isinstance(step, TensorDictSequential):
                 kept[name] = step._cut(_needed(step._steps, wanted))
             else:
                 kept[name] = step
-            want += kept[name].in_keys
+            want += reads(kept[name])
     return dict(reversed(kept.items()))

@@ -1,0 +1,69 @@
+"""Which keys the steps of a chain read and write, together."""
+
+from collections.abc import Collection, Container, Iterable
+
+from tdnn._keys import NestedKey, as_key, as_path
+
+__all__ = ["keys_read", "keys_written", "reads", "touches", "writes"]
+
+
+def reads(step: object) -> list[NestedKey]:
+    """Return the keys that a step says it reads."""
+    return _plain(step, "in_keys")
+
+
+def writes(step: object) -> list[NestedKey]:
+    """Return the keys that a step says it writes."""
+    return _plain(step, "out_keys")
+
+
+def _plain(step: object, what: str) -> list[NestedKey]:
+    """Return the keys of a module of any class, which may be written in any way."""
+    keys = getattr(step, what, ())
+    try:
+        return [as_key(as_path(key)) for key in ([keys] if isinstance(keys, str) else keys)]
+    except TypeError as err:
+        raise TypeError(f"{type(step).__name__}: {what} {keys!r}: {err}") from None
+
+
+def keys_read(steps: Iterable[object]) -> list[NestedKey]:
+    """Return what the steps read and no earlier one writes, without the parts of what is read."""
+    found: dict[NestedKey, None] = {}
+    written: set[NestedKey] = set()
+    begun: set[NestedKey] = set()  # the branches that the written keys stand in
+    for step in steps:
+        for key in reads(step):
+            if key not in begun and key not in written and not _within(key, written):
+                found[key] = None
+        for key in writes(step):
+            written.add(key)
+            begun.update(_branches(key))
+    return [key for key in found if not _within(key, found)]
+
+
+def keys_written(steps: Iterable[object]) -> list[NestedKey]:
+    """Return what the steps write, each key once, at the place of its last writing."""
+    found: dict[NestedKey, None] = {}
+    for step in steps:
+        for key in writes(step):
+            found.pop(key, None)
+            found[key] = None
+    found.pop("_", None)
+    return list(found)
+
+
+def _branches(key: NestedKey) -> list[NestedKey]:
+    """Return the keys of the branches that an entry stands in."""
+    return [] if type(key) is str else [as_key(as_path(key[:end])) for end in range(1, len(key))]
+
+
+def _within(key: NestedKey, keys: Container[NestedKey]) -> bool:
+    """Return whether an entry stands in a branch that is one of ``keys``."""
+    return type(key) is not str and any([branch in keys for branch in _branches(key)])
+
+
+def touches(key: NestedKey, keys: Collection[NestedKey]) -> bool:
+    """Return whether ``key`` is one of ``keys``, or above or below one."""
+    if key in keys or _within(key, keys):
+        return True
+    return any([key in _branches(other) for other in keys])
