@@ -19,14 +19,17 @@ def test_steps_must_be_callable():
         TensorDictSequential({"a": "b"})
 
 
-def test_a_step_with_a_wrong_key_is_named():
-    with pytest.raises(TypeError, match=r"Own: in_keys \['x', 1\]: a key is a str or a non-empty"):
-        broken = Own()
-        broken.in_keys.append(1)
-        TensorDictSequential(broken)
-    with pytest.raises(TypeError, match="Own: out_keys 3: 'int' object is not iterable"):
-        broken = Own()
-        broken.out_keys = 3
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        (["x", 1], r"Own: in_keys \['x', 1\]: a key is a str or a non-empty tuple"),
+        (3, "Own: in_keys 3: 'int' object is not iterable"),
+    ],
+)
+def test_a_step_with_a_wrong_key_is_named(keys, match):
+    broken = Own()
+    broken.in_keys = keys
+    with pytest.raises(TypeError, match=match):
         TensorDictSequential(broken)
 
 
