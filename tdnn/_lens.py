@@ -10,6 +10,7 @@ node changes, and branches that still exist are refilled rather than replaced.
 from abc import abstractmethod
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -156,8 +157,11 @@ class _Lens(Scope):
 
     def enter(self, node: TensorDictBase) -> None:
         self._came_from = self.pairs()
-        before = {path: _mark(value) for path, _, value in self._came_from}
-        if before != {path: _mark(value) for path, value in self.shown(node)}:
+        before = {path: value for path, _, value in self._came_from}
+        shown = self.shown(node)
+        if len(shown) != len(before) or not all(
+            [path in before and _alike(before[path], value) for path, value in shown]
+        ):
             raise RuntimeError(
                 "the tree or its view changed since the view was made; "
                 "make it in the `with` statement itself"
@@ -188,7 +192,12 @@ class _Lens(Scope):
     def _give_back(self, view: TensorDictBase, target: TensorDictBase) -> None:
         """Make ``target`` hold what ``view`` shows."""
         now, then = self.pairs(), self._came_from
-        if [(at, id(value)) for _, at, value in now] != [(at, id(value)) for _, at, value in then]:
+        if len(now) != len(then) or not all(
+            [
+                at == path and one is two
+                for (_, at, one), (_, path, two) in zip(now, then, strict=True)
+            ]
+        ):
             raise RuntimeError(
                 "the tree was changed while a view of it was open, and neither can be kept "
                 "without losing the other; change the view instead"
@@ -276,11 +285,16 @@ def _require_text(separator: str) -> None:
         raise TypeError(f"a separator is a str, not {separator!r}")
 
 
-def _mark(value: Any) -> Any:
-    """Return what stays the same while an entry is what it was; views have empty branches anew."""
-    if isinstance(value, TensorDictBase) and not value._data:
-        return None
-    return id(value)
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two entries are the same; a view has empty branches of its own.
+
+    Here and below objects are compared with ``is``: under ``torch.compile`` an ``id`` would be a
+    guard, and every call a recompile.
+    """
+    if one is other:
+        return True
+    both = isinstance(one, TensorDictBase) and isinstance(other, TensorDictBase)
+    return both and not one._data and not other._data
 
 
 def _flatten(
@@ -450,16 +464,17 @@ class _WriteBack:
     branch stands under two keys and the plan differs, the first keeps it.
     """
 
-    __slots__ = ("_keep_empty", "_settled")
+    __slots__ = ("_keep_empty", "_places", "_settled")
 
     def __init__(self, target: TensorDictBase, plan: _Plan, keep_empty: bool) -> None:
         self._keep_empty = keep_empty
-        self._settled: dict[int, tuple[TensorDictBase, dict[str, Any]]] = {}
+        self._settled: list[tuple[TensorDictBase, dict[str, Any]]] = []
+        self._places: dict[int, int] = {}
         self._branch(target, plan, ())
 
     def commit(self) -> None:
         """Refill the branches that change; nothing changes if one is locked."""
-        changed = [(node, data) for node, data in self._settled.values() if not _holds(node, data)]
+        changed = [(node, data) for node, data in self._settled if not _same(node._data, data)]
         if any(node._lock is not None for node, _ in changed):
             raise locked("write the view back to", "the tree")
         for node, data in changed:
@@ -470,10 +485,22 @@ class _WriteBack:
         return self._settle(node, self._wanted(node, plan, path))
 
     def _settle(self, node: TensorDictBase, data: dict[str, Any]) -> TensorDictBase:
-        _, first = self._settled.setdefault(id(node), (node, data))
-        if first is data or _same(first, data):
+        first = self._earlier(node)
+        if first is None:
+            if not torch.compiler.is_compiling():
+                self._places[id(node)] = len(self._settled)
+            self._settled.append((node, data))
+        if first is None or _same(first, data):
             return node
         return node._like(data, node._batch_size, node._names)
+
+    def _earlier(self, node: TensorDictBase) -> dict[str, Any] | None:
+        """Return what was settled for a branch that was met before."""
+        if torch.compiler.is_compiling():  # no id, as above
+            found = [data for other, data in self._settled if other is node]
+            return found[0] if found else None
+        at = self._places.get(id(node))
+        return None if at is None else self._settled[at][1]
 
     def _wanted(self, node: TensorDictBase, plan: _Plan, above: Path) -> dict[str, Any]:
         """Return what ``node`` shall hold by the plan."""
@@ -502,8 +529,8 @@ class _WriteBack:
         if value is before:
             return before
         both = isinstance(value, TensorDictBase) and isinstance(before, TensorDictBase)
-        if both and not value._data and not before._data:
-            return before
+        if both and not value._data:
+            return self._settle(before, {})
         return node._admit(value, as_key(path))
 
     def _made(self, node: TensorDictBase, plan: _Plan, path: Path) -> TensorDictBase:
@@ -518,9 +545,7 @@ class _WriteBack:
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether two dicts hold the same objects under the same keys in the same order."""
-    pairs = [(key, id(value)) for key, value in one.items()]
-    return pairs == [(key, id(value)) for key, value in other.items()]
-
-
-def _holds(node: TensorDictBase, data: dict[str, Any]) -> bool:
-    return _same(node._data, data)
+    if len(one) != len(other):
+        return False
+    pairs = zip(one.items(), other.items(), strict=True)
+    return all([key == name and value is found for (key, value), (name, found) in pairs])
