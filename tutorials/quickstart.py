@@ -8,8 +8,8 @@ import argparse
 import time
 from pathlib import Path
 
-import matplotlib
 import torch
+from matplotlib import pyplot as plt
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -17,9 +17,6 @@ from tqdm import trange
 
 from tdnn import TensorDict
 from tdnn.nn import EnsembleModule, TensorDictModule, TensorDictSequential
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  # after the choice of a backend without a screen
 
 PIXELS = 8
 CLASSES = 10
@@ -30,6 +27,7 @@ def main() -> None:
     """Run the tutorial from the command line."""
     options = parse_options()
     start = time.perf_counter()
+    plt.switch_backend("Agg")  # the picture goes to a file, so no screen is needed
     torch.manual_seed(options.seed)
     train, test = load_data()
     ensemble = EnsembleModule(make_net("encoder"), options.members)
@@ -96,7 +94,7 @@ def load_data() -> tuple[TensorDict, TensorDict]:
 
 
 def make_net(first: str) -> TensorDictSequential:
-    """Return a small convolutional network in two stages, the first of which is called ``first``."""
+    """Return a small convolutional network in two stages, one called ``first``, one "head"."""
     encoder = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2)
     )
@@ -219,16 +217,13 @@ def draw(
         axis.grid(alpha=0.3)
         axis.legend()
     digits.suptitle("the most uncertain test digits")
-    for axis, row in zip(digits.subplots(1, 10), result["entropy"].topk(10).indices, strict=True):
+    axes = digits.subplots(2, 10).flat
+    for axis, row in zip(axes, result["entropy"].topk(20).indices, strict=True):
         axis.imshow(test["image"][row, 0].numpy(), cmap="gray_r")
-        right = bool(result["correct"][row])
-        axis.set_title(
-            f"{result['guess'][row]}"
-            if right
-            else f"{result['guess'][row]}, is {test['label'][row]}",
-            color="black" if right else "tab:red",
-            fontsize=9,
-        )
+        guess, label = int(result["guess"][row]), int(test["label"][row])
+        color = "black" if guess == label else "tab:red"
+        title = f"{guess}" if guess == label else f"{guess}, is {label}"
+        axis.set_title(title, color=color, fontsize=9)
         axis.set_axis_off()
     figure.savefig(path, dpi=120)
     plt.close(figure)
