@@ -1,0 +1,179 @@
+"""What a tree declares of its leaves: batch size, names, device."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from strategies import flat, trees
+
+from tdnn import TensorDict
+
+
+@given(trees())
+def test_every_prefix_that_all_leaves_share_can_be_declared(td):
+    shapes = [leaf.shape for leaf in flat(td).values()]
+    for depth in range(4):
+        for size in {shape[:depth] for shape in shapes}:
+            dims = len(size)
+            td = td.clone(recurse=False)
+            if all(shape[:dims] == size for shape in shapes):
+                td.batch_size = size
+                assert td.batch_size == td.shape == size
+                assert td.ndim == td.batch_dims == td.dim() == td.ndimension() == dims
+                assert td.numel() == size.numel()
+                assert [td.size(i) for i in range(dims)] == list(td.size()) == list(size)
+                assert len(td) == (size[0] if dims else 0)
+            else:
+                before = td.batch_size, [value.shape for value in td.values(True)]
+                with pytest.raises(ValueError, match="does not fit"):
+                    td.batch_size = size
+                assert before == (td.batch_size, [value.shape for value in td.values(True)])
+
+
+def test_a_batch_size_that_does_not_fit_names_every_leaf():
+    td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(2, 3)}, "d": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"\(2,\) does not fit 'a' of shape \(3,\)") as error:
+        td.batch_size = 2
+    assert "'d'" not in str(error.value)
+    with pytest.raises(ValueError, match=r"\('b', 'c'\) of shape \(2, 3\), 'd' of shape \(2,\)"):
+        td.batch_size = [3]
+
+
+def test_branches_follow_when_the_batch_size_grows_and_keep_theirs_when_it_shrinks():
+    td = TensorDict({"a": {"b": torch.zeros(3, 2)}, "e": {}}, [3])
+    td.batch_size = [3, 2]
+    assert td["a"].batch_size == td["e"].batch_size == (3, 2)
+    td.batch_size = []
+    assert td["a"].batch_size == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        3,
+        [3],
+        (3,),
+        torch.Size([3]),
+        np.int64(3),
+        np.array([3]),
+        torch.tensor(3),
+        torch.tensor([3]),
+        [np.int32(3)],
+        range(3, 4),
+        (n for n in [3]),
+    ],
+    ids=str,
+)
+def test_a_batch_size_may_be_any_kind_of_int_or_several(size):
+    td = TensorDict({}, size)
+    assert type(td.batch_size) is torch.Size
+    assert td.batch_size == (3,)
+
+
+@pytest.mark.parametrize("size", ["ab", 3.0, [3.0], ["a"], object(), [[3]]], ids=str)
+def test_anything_else_is_not_a_batch_size(size):
+    with pytest.raises(TypeError, match="a batch size is an int or a sequence of ints, not"):
+        TensorDict({}, size)
+
+
+@pytest.mark.parametrize("size", [-1, [-1], [3, -2]])
+def test_a_batch_size_is_not_negative(size):
+    with pytest.raises(ValueError, match=r"a batch size has no negative entries: \(.*-"):
+        TensorDict({}, size)
+
+
+def test_without_a_batch_size_a_tree_takes_that_of_its_source():
+    source = TensorDict({"a": torch.zeros(3, 2)}, [3], device="cpu", names=["t"])
+    td = TensorDict(source)
+    assert (td.batch_size, td.device, td.names) == ((3,), torch.device("cpu"), ["t"])
+    other = TensorDict(source, [3, 2])
+    assert (other.batch_size, other.device, other.names) == ((3, 2), None, [None, None])
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_names_reach_branches_and_leave_their_further_dims():
+    td = TensorDict({"b": TensorDict({"c": torch.zeros(3, 2)}, [3, 2], names=["x", "y"])}, [3])
+    assert td.names == [None]
+    td.names = ["t"]
+    assert (td.names, td["b"].names) == (["t"], ["t", "y"])
+    td.names = None
+    assert (td.names, td["b"].names) == ([None], [None, "y"])
+
+
+def test_names_may_be_anything_iterable():
+    assert TensorDict({}, [3, 2], names=(name for name in "ab")).names == ["a", "b"]
+    assert TensorDict({}, [3, 2], names=[None, None]).names == [None, None]
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["a", "a"], []])
+def test_names_are_one_for_each_dim_and_all_different(names):
+    with pytest.raises(ValueError, match="cannot name 2 batch dims: one name each, no name twice"):
+        TensorDict({}, [3, 2], names=names)
+
+
+def test_a_name_is_a_str():
+    with pytest.raises(TypeError, match=r"the name of a dim is a str or None, not as in \[3\]"):
+        TensorDict({}, [3], names=[3])
+
+
+def test_names_that_a_branch_cannot_take_change_nothing():
+    td = TensorDict(
+        {
+            "a": TensorDict({"x": torch.zeros(3)}, [3]),
+            "b": TensorDict({"x": torch.zeros(3, 2)}, [3, 2], names=["p", "y"]),
+        },
+        [3],
+        names=None,
+    )
+    with pytest.raises(ValueError, match=r"\['y', 'y'\] cannot name 2 batch dims"):
+        td.names = ["y"]
+    assert (td.names, td["a"].names, td["b"].names) == ([None], [None], ["p", "y"])
+
+
+def test_a_branch_that_declares_fewer_dims_takes_the_names_of_those():
+    td = TensorDict({"b": {"c": torch.zeros(3, 2)}}, [3, 2])
+    td["b"].batch_size = [3]
+    td.names = ["x", "y"]
+    assert td["b"].names == ["x"]
+
+
+def test_names_follow_the_batch_size():
+    td = TensorDict({"a": torch.zeros(3, 2, 4)}, [3, 2], names=["x", "y"])
+    td.batch_size = [3, 2, 4]
+    assert td.names == ["x", "y", None]
+    td.batch_size = [3]
+    assert td.names == ["x"]
+
+
+# -- device ----------------------------------------------------------------------------------------
+
+
+def test_entries_are_moved_to_the_device_of_the_tree():
+    td = TensorDict({"a": torch.zeros(3), "b": {"c": 1}}, device="meta")
+    td["d", "e"] = TensorDict({"x": torch.zeros(2)})
+    td.update({"f": np.zeros(2)})
+    assert td.device == torch.device("meta")
+    assert {leaf.device.type for leaf in flat(td).values()} == {"meta"}
+    assert td["d", "e"].device == torch.device("meta")
+
+
+def test_without_a_device_entries_stay_where_they_are():
+    td = TensorDict({"a": torch.zeros(3), "b": torch.zeros(3, device="meta")})
+    assert td.device is None
+    assert [leaf.device.type for leaf in td.values()] == ["cpu", "meta"]
+
+
+# -- emptiness and truth ---------------------------------------------------------------------------
+
+
+@given(trees())
+def test_a_tree_is_empty_without_a_leaf(td):
+    assert td.is_empty() == (not flat(td))
+    assert td.empty(recurse=True).is_empty()
+
+
+def test_a_tree_has_no_truth_value():
+    with pytest.raises(RuntimeError, match=r"no truth value; use td.is_empty\(\)"):
+        bool(TensorDict({}))
