@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from tdnn._core import TensorDictBase
 from tdnn._exchange import CopyExchange, Exchange, SlotExchange, StateExchange
 from tdnn._keys import NestedKey, Path, as_key
-from tdnn.errors import SwapError
+from tdnn._plan import batched
 
 __all__ = ["Swaps"]
 
@@ -142,7 +142,8 @@ class Swaps(TensorDictBase):
         Raises:
             MissingKeyError: there are leaves without a slot; all are listed, nothing is changed.
             SwapError: this tree has batch dims, or another thread is in a swap of the module. A
-                swap counts from this call until its block ends or it is garbage.
+                swap without a block counts while what it returned is kept and its leaves are in
+                the module.
             ValueError: (in place) a shape differs; all are listed, nothing is changed.
 
         Example:
@@ -155,10 +156,7 @@ class Swaps(TensorDictBase):
         """
         _require_module(module)
         if self._batch_size:
-            raise SwapError(
-                f"the tree has batch size {tuple(self._batch_size)}, but a module takes one set of "
-                "weights: index it (params[0].to_module(net)) or map over it with torch.vmap"
-            )
+            raise batched(self)
         exchange: Exchange
         if use_state_dict:
             if inplace is not None:
@@ -169,12 +167,17 @@ class Swaps(TensorDictBase):
         else:
             exchange = SlotExchange(self, module)
         exchange.put()
-        if preserve_module_state:
-            exchange.keep_parameters()
+        try:
+            if preserve_module_state:
+                exchange.keep_parameters()
+            if return_swap and swap_dest is not None:
+                swap_dest.update(exchange.held())  # type: ignore[attr-defined]  # higher mixin
+        except BaseException:
+            exchange.leave(self, True)
+            raise
         if not return_swap:
             return None
         if swap_dest is not None:
-            swap_dest.update(exchange.held())  # type: ignore[attr-defined]  # of a higher mixin
             swap_dest._open(exchange)
             return swap_dest
         return self._swap_kind(exchange)

@@ -70,18 +70,16 @@ class Swap(TensorDict):
     It may be entered any number of times, also while it is entered.
     """
 
-    __slots__ = ("_exchange", "_found", "_is_in")
+    __slots__ = ("_exchange", "_found")
 
     _kind = TensorDict
 
     _exchange: Exchange
     _found: TensorDict | None
-    _is_in: bool
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._found = None
-        self._is_in = True  # to_module has put the leaves in
         self._batch_size = _NO_BATCH
         self._device = None
         self._names = None
@@ -95,9 +93,6 @@ class Swap(TensorDict):
         return self._found._data
 
     def __enter__(self) -> "Swap":
-        if not self._is_in:
-            self._exchange.put()
-        self._is_in = False
         self._exchange.enter(self)
         return self
 

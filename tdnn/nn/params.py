@@ -93,7 +93,12 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
             store, value = cast(Any, self._modules), self._as_branch(value)
         elif isinstance(value, Parameter):
             store = cast(Any, self._parameters)
-        elif isinstance(value, Buffer) or self.no_convert or not _is_trainable(value):
+        elif (
+            isinstance(value, Buffer)
+            or self.no_convert
+            or key in self._buffers  # a new value of a buffer is a buffer
+            or not _is_trainable(value)
+        ):
             store = cast(Any, self._buffers)
         else:
             store, value = cast(Any, self._parameters), Parameter(value)

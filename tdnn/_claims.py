@@ -1,0 +1,95 @@
+"""Which thread is in a swap of which module, so that no two threads mix their weights."""
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from tdnn._plan import title
+from tdnn.errors import SwapError
+
+__all__ = ["Claim", "release", "take"]
+
+_CLAIMS: list["weakref.ref[Claim]"] = []  # oldest first
+_LOCK = threading.Lock()
+
+
+class Claim(ABC):
+    """A module that is in a swap of a thread, until it is released or garbage."""
+
+    __slots__ = ("__weakref__", "is_open", "is_over", "root", "thread")
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.is_open = False  # whether a block runs on it
+        self.is_over = False  # whether it ended with a block around it
+        self.thread = 0
+
+    @abstractmethod
+    def is_on(self) -> bool:
+        """Return whether the module still holds what the swap brought in."""
+
+
+def take(claim: Claim) -> None:
+    """Take the module for this thread.
+
+    Raises:
+        SwapError: another thread is in a swap of the module, or of a part of it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    claim.thread = threading.get_ident()
+    with _LOCK:
+        name = _rival(claim)
+        if name is None:
+            _CLAIMS.append(weakref.ref(claim))
+    if name is not None:
+        raise SwapError(
+            f"{title(claim.root)} is in a swap of thread {name!r}; wait until that block ends and "
+            "the swap is let go, or give each thread its own copy"
+        )
+
+
+def _rival(claim: Claim) -> str | None:
+    """Return the name of another thread that is in a swap of the module."""
+    _CLAIMS[:] = [ref for ref in _CLAIMS if ref() is not None]
+    for ref in _CLAIMS:
+        other = ref()
+        if other is None or other.thread == claim.thread:
+            continue
+        name = _thread_name(other.thread)
+        if name is not None and other.is_on() and _meet(claim.root, other.root):
+            return name
+    return None
+
+
+def release(claim: Claim) -> list[Claim]:
+    """Let go of the module; return the claims of this thread that came later and are there."""
+    if torch.compiler.is_compiling():
+        return []
+    with _LOCK:
+        at = len(_CLAIMS) - 1
+        while at >= 0 and _CLAIMS[at]() is not claim:
+            at -= 1
+        if at < 0:  # taken inside a compiled function
+            return []
+        after = [ref() for ref in _CLAIMS[at + 1 :]]
+        del _CLAIMS[at]
+    return [other for other in after if other is not None and other.thread == claim.thread]
+
+
+def _meet(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules are one, or share a part that has tensors."""
+    return one is other or not _holders(one).isdisjoint(_holders(other))
+
+
+def _holders(root: nn.Module) -> set[nn.Module]:
+    return {module for module in root.modules() if module._parameters or module._buffers}
+
+
+def _thread_name(ident: int) -> str | None:
+    """Return the name of a thread that is alive."""
+    names = [thread.name for thread in threading.enumerate() if thread.ident == ident]
+    return names[0] if names else None

@@ -1,0 +1,164 @@
+"""Two threads in one module: an error for the second, and never the weights of the other."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from zoo import blank, chain, exact, in_thread, same
+
+from tdnn import MissingKeyError, SwapError, TensorDict
+
+
+def test_a_second_thread_is_refused_with_both_named():
+    net = nn.Linear(4, 2)
+    with blank(net).to_module(net):
+        before = exact(net)
+        with pytest.raises(
+            SwapError,
+            match=r"Linear\(4→2\) is in a swap of thread 'MainThread'; wait until that block ends",
+        ):
+            in_thread(lambda: blank(net).to_module(net))
+        assert same(before, exact(net))
+    in_thread(lambda: blank(net).to_module(net))
+
+
+@pytest.mark.parametrize("options", [{"inplace": True}, {"use_state_dict": True}])
+def test_a_second_thread_is_refused_however_it_swaps(options):
+    net = nn.Linear(4, 2)
+    with (
+        blank(net).to_module(net),
+        pytest.raises(SwapError, match="is in a swap of thread 'MainThread'"),
+    ):
+        in_thread(lambda: blank(net).to_module(net, **options))
+    with (
+        blank(net).to_module(net, **options),
+        pytest.raises(SwapError, match="is in a swap of thread 'MainThread'"),
+    ):
+        in_thread(lambda: blank(net).to_module(net))
+    in_thread(lambda: blank(net).to_module(net))
+
+
+def test_a_kept_swap_is_refused_in_a_second_thread():
+    net = nn.Linear(4, 2)
+    before = exact(net)
+    swap = blank(net).to_module(net)
+    with (
+        swap,
+        pytest.raises(SwapError, match="is in a swap of thread 'MainThread'"),
+    ):
+        in_thread(swap.__enter__)
+    assert same(before, exact(net))
+
+    def use():
+        with swap:
+            return bool(net.weight.any())
+
+    assert in_thread(use) is False
+    assert same(before, exact(net))
+
+
+def test_a_part_of_a_module_that_runs_elsewhere_is_refused():
+    net = chain()
+    with (
+        TensorDict({"0": blank(net[0])}).to_module(net),
+        pytest.raises(SwapError, match="is in a swap of thread"),
+    ):
+        in_thread(lambda: TensorDict({"2": blank(net[2])}).to_module(net))
+    with (
+        blank(net[0]).to_module(net[0]),
+        pytest.raises(SwapError, match="is in a swap of thread"),
+    ):
+        in_thread(lambda: TensorDict({"2": blank(net[2])}).to_module(net))
+    with blank(net[0]).to_module(net[0]):
+        in_thread(lambda: blank(net[2]).to_module(net[2]))
+
+
+def test_modules_that_share_one_without_tensors_do_not_meet():
+    tanh = nn.Tanh()
+    one, two = nn.Sequential(nn.Linear(2, 2), tanh), nn.Sequential(nn.Linear(2, 2), tanh)
+    with blank(one).to_module(one):
+        in_thread(lambda: blank(two).to_module(two))
+
+
+def test_a_load_whose_result_was_dropped_or_went_back_is_no_swap():
+    net = nn.Linear(4, 2)
+    blank(net).to_module(net)
+    in_thread(lambda: blank(net).to_module(net))
+    blank(net).to_module(net, return_swap=False)
+    in_thread(lambda: blank(net).to_module(net))
+
+
+def test_a_swap_that_is_garbage_is_no_swap():
+    net = nn.Linear(4, 2)
+    swap = blank(net).to_module(net)
+    with pytest.raises(SwapError, match="is in a swap"):
+        in_thread(lambda: blank(net).to_module(net))
+    del swap
+    in_thread(lambda: blank(net).to_module(net))
+
+
+def test_the_swap_of_a_thread_that_ended_is_no_swap():
+    net = nn.Linear(4, 2)
+    kept = in_thread(lambda: blank(net).to_module(net))
+    with blank(net).to_module(net):
+        pass
+    assert kept is not None
+
+
+def test_swaps_leave_neither_modules_nor_trees_behind():
+    net, params = chain(), None
+    params = blank(net)
+    for _ in range(3):
+        with params.to_module(net):
+            net(torch.ones(4))
+    swap = params.to_module(net)
+    with swap:
+        pass
+    with pytest.raises(MissingKeyError):
+        TensorDict({"x": torch.zeros(1)}).to_module(net)
+    seen = [weakref.ref(net), weakref.ref(params), weakref.ref(params["0", "weight"])]
+    del net, params, swap
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None, None]
+
+
+def test_no_thread_ever_sees_the_weights_of_another():
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False))
+    before = exact(net)
+    threads, rounds = 4, 60
+    barrier = threading.Barrier(threads)
+    mixed, ran, refused = [], [0] * threads, [0] * threads
+
+    def work(n):
+        value = torch.full((1, 1), float(n + 1))
+        params = TensorDict({"0": {"weight": value}, "2": {"weight": value}})
+        kept = None
+        wanted = ((n + 1) * torch.tanh(torch.tensor([n + 1.0]))).item()
+        for i in range(rounds):
+            if i % 10 == 0:
+                barrier.wait()
+            try:
+                if kept is None or i % 3:
+                    kept = params.to_module(net)
+                with kept:
+                    for _ in range(3):
+                        found = net(torch.ones(1)).item()
+                        if abs(found - wanted) > 1e-6:
+                            mixed.append((n, found))
+                kept = kept if i % 2 else None
+                ran[n] += 1
+            except SwapError:
+                refused[n] += 1
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not mixed
+    assert sum(ran) > 0
+    assert sum(ran) + sum(refused) == threads * rounds
+    assert same(before, exact(net))

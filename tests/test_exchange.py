@@ -1,0 +1,698 @@
+"""How leaves get into the slots of a module and back: what can go wrong on the way."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import blank, chain, equal, exact, in_thread, same, values, weights_of
+
+from tdnn import LockedError, MissingKeyError, SwapError, TensorDict, TensorDictParams
+
+
+def stop(net, x):
+    net(x)
+    raise ZeroDivisionError
+
+
+# -- what the block does to the slots ----------------------------------------------------------
+
+
+class Counter(nn.Module):
+    """Does to its buffer what a test says."""
+
+    def __init__(self, act=lambda self: None):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(1))
+        self.act = act
+
+    def forward(self, x):
+        self.act(self)
+        return x
+
+
+def rebind(net):
+    net.calls = net.calls + 1
+
+
+def remake(net):
+    del net.calls
+    net.register_buffer("calls", torch.tensor(5.0))
+
+
+def drop(net):
+    del net.calls
+
+
+def clear(net):
+    net.calls = None
+
+
+@pytest.mark.parametrize("kind", [TensorDict, TensorDictParams])
+@pytest.mark.parametrize(
+    ("act", "wanted"), [(rebind, 1.0), (remake, 5.0), (drop, None), (clear, None)]
+)
+def test_what_the_forward_assigns_to_a_buffer_goes_into_the_tree(kind, act, wanted):
+    net = Counter(act)
+    before = exact(net)
+    params = kind(TensorDict.from_module(net).clone())
+    with params.to_module(net):
+        net(torch.ones(1))
+    assert same(before, exact(net))
+    assert net.calls == 0
+    assert ("calls" in params) is (wanted is not None)
+    if wanted is not None:
+        assert params["calls"].item() == wanted
+        assert params["calls"] is dict(params.items())["calls"]
+
+
+@pytest.mark.parametrize("act", [rebind, remake, drop, clear])
+def test_after_an_exception_the_tree_is_not_touched(act):
+    net = Counter(act)
+    before = exact(net)
+    params = TensorDict.from_module(net).clone()
+    entries = dict(params.items())
+    with pytest.raises(ZeroDivisionError), params.to_module(net):
+        stop(net, torch.ones(1))
+    assert same(before, exact(net))
+    assert list(params.items()) == list(entries.items())
+
+
+def test_a_buffer_that_is_rebound_twice_in_a_kept_swap_goes_on_from_the_tree():
+    net = Counter(rebind)
+    params = TensorDict.from_module(net).clone()
+    swap = params.to_module(net)
+    for n in range(1, 4):
+        with swap:
+            net(torch.ones(1))
+        assert params["calls"] == n
+        assert net.calls == 0
+
+
+def test_a_buffer_that_is_rebound_stays_a_buffer_of_the_params():
+    net = Counter(rebind)
+    params = TensorDictParams(TensorDict({}), no_convert=False)
+    for name, buffer in net.named_buffers():
+        params[name] = nn.Buffer(buffer.clone())
+    with params.to_module(net):
+        net(torch.ones(1))
+    assert params["calls"] == 1
+    assert not list(params.parameters())
+    assert [name for name, _ in params.named_buffers()] == ["first", "calls", "last"]
+
+
+def test_a_buffer_that_is_filled_by_the_forward_goes_into_the_tree():
+    """A cache that is None until the first call must not leak from one set of weights to others."""
+
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("seen", None)
+
+        def forward(self, x):
+            self.seen = x * self.weight if self.seen is None else self.seen + 1
+            return self.seen
+
+    net = nn.Sequential(Cache())
+    before = exact(net)
+    params = weights_of(net)
+    with params.to_module(net):
+        net(torch.ones(2))
+    assert same(before, exact(net))
+    assert net[0].seen is None
+    assert params["0", "seen"].tolist() == [1, 1]
+    with params.to_module(net):
+        net(torch.ones(2))
+    assert same(before, exact(net))
+    assert params["0", "seen"].tolist() == [2, 2]
+    torch.vmap(lambda p, x: _call(p, net, x), (0, None))(
+        TensorDict.from_modules(net, net), torch.ones(2)
+    )
+    assert same(before, exact(net))
+
+
+def _call(params, net, x):
+    with params.to_module(net):
+        return net(x)
+
+
+@pytest.mark.parametrize("act", [rebind, remake])
+def test_a_locked_tree_takes_a_new_value_into_its_tensor(act):
+    net = Counter(act)
+    params = TensorDict.from_module(net).clone().lock_()
+    own = params["calls"]
+    with params.to_module(net):
+        net(torch.ones(1))
+    assert params["calls"] is own
+    assert own == (1 if act is rebind else 5)
+
+
+def test_a_locked_tree_refuses_what_its_tensors_cannot_hold():
+    def grow(net):
+        net.calls = torch.zeros(7)
+        net.last = None
+
+    net = Counter(grow)
+    before = exact(net)
+    params = TensorDict.from_module(net).clone().lock_()
+    with (
+        pytest.raises(
+            SwapError,
+            match=r"assigned to \['calls', 'last'\], and the locked tree cannot take that",
+        ),
+        params.to_module(net),
+    ):
+        net(torch.ones(1))
+    assert same(before, exact(net))
+    assert params["calls"].shape == ()
+
+
+def test_a_parameter_that_the_block_replaces_goes_into_the_tree():
+    net = nn.Linear(2, 2)
+    before = exact(net)
+    params = blank(net)
+    new = nn.Parameter(torch.ones(2))
+    with params.to_module(net):
+        net.bias = new
+    assert params["bias"] is new
+    assert same(before, exact(net))
+
+
+def test_what_the_block_adds_stays():
+    net = nn.Linear(2, 2)
+    with blank(net).to_module(net):
+        net.register_buffer("extra", torch.ones(1))
+        net.note = "kept"
+    assert net.extra == 1
+    assert net.note == "kept"
+    assert list(net.state_dict()) == ["weight", "bias", "extra"]
+
+
+def test_in_place_changes_reach_the_trees_tensors():
+    net = nn.BatchNorm1d(2)
+    params = TensorDict.from_module(net).data.clone()
+    own = params["running_mean"]
+    with params.to_module(net):
+        net(torch.randn(5, 2) + 3)
+    assert params["running_mean"] is own
+    assert own.min() > 0
+    assert params["num_batches_tracked"] == 1
+    assert not net.running_mean.any()
+    assert net.num_batches_tracked == 0
+
+
+def test_a_branch_that_left_the_tree_during_the_block_is_not_written_to():
+    net = nn.Sequential(Counter(rebind))
+    params = TensorDict.from_module(net).clone()
+    branch = params["0"]
+    with params.to_module(net):
+        net(torch.ones(1))
+        del params["0"]
+    assert branch["calls"] == 0
+    assert net[0].calls == 0
+
+
+# -- the swap as a tree, and two calls ----------------------------------------------------------
+
+
+def test_two_calls_are_there_and_back():
+    net = chain()
+    before = exact(net)
+    old = blank(net).to_module(net)
+    assert not net[0].weight.any()
+    old.to_module(net)
+    assert same(before, exact(net))
+
+
+def test_the_swap_is_a_tree_of_what_the_module_held():
+    net = chain()
+    own = TensorDict.from_module(net)
+    old = blank(net).to_module(net)
+    assert old["0", "weight"] is own["0", "weight"]
+    assert list(old.keys(True, True)) == list(own.keys(True, True))
+    assert isinstance(old, TensorDict)
+    assert old.batch_size == ()
+    assert type(old.clone()) is TensorDict
+
+
+def test_two_calls_inside_a_block_change_nothing_outside():
+    net = chain()
+    before = exact(net)
+    outer = blank(net)
+    entries = dict(outer.items(True))
+    with outer.to_module(net):
+        inside = exact(net)
+        old = weights_of(chain()).to_module(net)
+        assert old["0", "weight"] is outer["0", "weight"]
+        old.to_module(net)
+        assert same(inside, exact(net))
+    assert same(before, exact(net))
+    assert list(outer.items(True)) == list(entries.items())
+    del old
+
+
+def test_a_swap_that_stays_inside_a_block_ends_with_it():
+    net = nn.Linear(2, 2)
+    before = exact(net)
+    params, other = blank(net), blank(net)
+    with params.to_module(net):
+        kept = other.to_module(net)
+    assert same(before, exact(net))
+    assert kept["weight"] is not None
+
+
+def test_return_swap_false_returns_nothing():
+    net = chain()
+    assert blank(net).to_module(net, return_swap=False) is None
+    assert not net[0].weight.any()
+
+
+def test_swap_dest_takes_what_the_module_held_and_is_the_block():
+    net = chain()
+    before, own = exact(net), TensorDict.from_module(net)
+    dest = TensorDict({"0": {"weight": torch.zeros(1)}, "note": torch.ones(1)})
+    branch = dest["0"]
+    with blank(net).to_module(net, swap_dest=dest) as given:
+        assert given is dest
+        assert not net[0].weight.any()
+        assert dest["0", "weight"] is own["0", "weight"]
+        assert dest["0"] is branch
+        assert dest["note"] == 1
+    assert same(before, exact(net))
+
+
+def test_a_swap_dest_that_cannot_take_it_leaves_the_module_alone():
+    net = chain()
+    before = exact(net)
+    with pytest.raises(LockedError):
+        blank(net).to_module(net, swap_dest=TensorDict({}, lock=True))
+    assert same(before, exact(net))
+    with blank(net).to_module(net):  # and no claim is left
+        pass
+    in_thread(lambda: blank(net).to_module(net, return_swap=False))
+
+
+def test_a_swap_can_be_entered_while_it_is_entered():
+    net = chain()
+    before = exact(net)
+    params = blank(net)
+    swap = params.to_module(net)
+    with swap, swap:
+        with swap:
+            assert net[0].weight is params["0", "weight"]
+        assert net[0].weight is params["0", "weight"]
+    assert same(before, exact(net))
+    with swap:
+        assert net[0].weight is params["0", "weight"]
+    assert same(before, exact(net))
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_kept_swap_follows_branches_that_were_replaced_and_entries_that_were_added(as_module):
+    net = chain()
+    before = exact(net)
+    params = TensorDict({"0": {"weight": torch.zeros(4, 4)}})
+    if as_module:
+        params = TensorDictParams(params)
+    swap = params.to_module(net)
+    with swap:
+        pass
+    params["0"] = TensorDict({"weight": torch.ones(4, 4)})
+    with swap:
+        assert net[0].weight is params["0", "weight"]
+        assert net[0].weight.all()
+    params["2"] = {"bias": torch.full((2,), 3.0)}
+    params["0", "bias"] = torch.full((4,), 3.0)
+    with swap:
+        assert net[2].bias.tolist() == [3, 3]
+        assert net[0].bias.tolist() == [3] * 4
+    del params["0", "weight"]
+    own = net[0].weight
+    with swap:
+        assert net[0].weight is own
+        assert net[2].bias.tolist() == [3, 3]
+    del params["2"]
+    with swap:
+        assert net[2].bias.all()
+        assert net[0].bias.tolist() == [3] * 4
+    assert same(before, exact(net))
+
+
+def test_a_kept_swap_follows_a_module_that_was_replaced():
+    net = chain()
+    params = blank(net)
+    swap = params.to_module(net)
+    with swap:
+        pass
+    net[0] = nn.Linear(4, 4)
+    before = exact(net)
+    with swap:
+        assert net[0].weight is params["0", "weight"]
+    assert same(before, exact(net))
+
+
+def test_a_kept_swap_into_a_slot_that_is_gone_is_refused_and_nothing_is_swapped():
+    net = chain()
+    params = blank(net)
+    swap = params.to_module(net)
+    with swap:
+        pass
+    del net[0].weight
+    before = exact(net)
+    with pytest.raises(MissingKeyError, match=r"unknown \('0', 'weight'\)"):
+        swap.__enter__()
+    assert same(before, exact(net))
+    net[0].weight = nn.Parameter(torch.ones(4, 4))
+    with swap:
+        assert not net[0].weight.any()
+
+
+def test_a_kept_swap_refuses_a_branch_where_a_leaf_was():
+    net = chain()
+    params = blank(net)
+    swap = params.to_module(net)
+    with swap:
+        pass
+    params["0", "weight"] = {"x": torch.zeros(1)}
+    before = exact(net)
+    with pytest.raises(MissingKeyError, match=r"\('0', 'weight'\) is a tensor there, and a branch"):
+        swap.__enter__()
+    assert same(before, exact(net))
+
+
+# -- failure half-way --------------------------------------------------------------------------
+
+
+class Fussy(nn.Module):
+    """Refuses some values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(1))
+        self.second = nn.Parameter(torch.ones(1))
+
+    def __setattr__(self, name, value):
+        if name == "second" and isinstance(value, torch.Tensor) and (value < 0).any():
+            raise ArithmeticError("negative")
+        super().__setattr__(name, value)
+
+
+def test_a_module_that_refuses_a_value_half_way_gets_everything_back():
+    net = nn.Sequential(nn.Linear(1, 1), Fussy(), nn.Linear(1, 1))
+    before = exact(net)
+    params = blank(net)
+    params["1", "second"] = torch.tensor([-1.0])
+    with pytest.raises(ArithmeticError, match="negative"):
+        params.to_module(net)
+    assert same(before, exact(net))
+    params["1", "second"] = torch.tensor([0.0])
+    with params.to_module(net):
+        assert net[1].second == 0
+    assert same(before, exact(net))
+    in_thread(lambda: params.to_module(net, return_swap=False))  # no claim was left
+
+
+def test_values_that_cannot_be_copied_are_all_listed_and_nothing_is_copied():
+    net = chain()
+    before, held = exact(net), values(net)
+    params = blank(net)
+    params["0", "bias"] = torch.ones(1)
+    params["2", "weight"] = torch.ones(3, 3)
+    with pytest.raises(
+        ValueError,
+        match=r"cannot copy into Sequential: \('0', 'bias'\) has shape \(1,\) for a slot of shape "
+        r"\(4,\); \('2', 'weight'\) has shape \(3, 3\) for a slot of shape \(2, 4\)",
+    ):
+        params.to_module(net, inplace=True)
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+
+
+def test_nothing_can_be_copied_into_a_slot_without_memory():
+    net = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match="'bias' has no memory to copy into or from"):
+        TensorDict({"bias": torch.ones(2)}).to_module(net, inplace=True)
+
+
+def test_two_values_cannot_be_copied_into_one_tied_weight():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    held = values(net)
+    params = TensorDict({"0": {"weight": torch.zeros(2, 2)}, "1": {"weight": torch.ones(2, 2)}})
+    with pytest.raises(SwapError, match=r"\('1', 'weight'\) .* the tree has two values for it"):
+        params.to_module(net, inplace=True)
+    assert equal(held, values(net))
+    with params.to_module(net):  # as slots they are two
+        assert net[0].weight.sum() == 0
+        assert net[1].weight.sum() == 4
+
+
+def test_one_slot_with_two_names_takes_one_value():
+    net = nn.Module()
+    net.a = nn.Linear(2, 2, bias=False)
+    net.b = net.a
+    before = exact(net)
+    params = TensorDict({"a": {"weight": torch.zeros(2, 2)}, "b": {"weight": torch.ones(2, 2)}})
+    for inplace in (False, True):
+        with pytest.raises(
+            SwapError,
+            match=r"'weight'\) is one slot of Module with two names, and the tree has two",
+        ):
+            params.to_module(net, inplace=inplace)
+    assert same(before, exact(net))
+    params["b", "weight"] = params["a", "weight"].clone()  # equal values are one value
+    with params.to_module(net):
+        assert not net.a.weight.any()
+    assert same(before, exact(net))
+    params["b", "weight"] = torch.zeros(3, 2)
+    with pytest.raises(SwapError, match="the tree has two values for it"):
+        params.to_module(net)
+
+
+# -- permanent loads ---------------------------------------------------------------------------
+
+
+def test_plain_tensors_become_parameters_over_the_same_memory():
+    net = chain()
+    net[0].requires_grad_(False)
+    params = blank(net)
+    params.to_module(net)
+    assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+    assert [p.requires_grad for p in net.parameters()] == [False, False, True, True]
+    assert net[2].weight.data_ptr() == params["2", "weight"].data_ptr()
+    assert not isinstance(params["2", "weight"], nn.Parameter)
+
+
+def test_preserve_module_state_false_keeps_plain_tensors():
+    net = nn.Linear(2, 2)
+    params = blank(net)
+    params.to_module(net, preserve_module_state=False)
+    assert net.weight is params["weight"]
+
+
+def test_a_tied_leaf_stays_one_parameter():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    blank(net).to_module(net)
+    assert net[0].weight is net[1].weight
+    assert len(list(net.parameters())) == 3
+
+
+def test_integers_can_stand_for_a_parameter():
+    net = nn.Linear(2, 2)
+    params = TensorDict({"weight": torch.ones(2, 2, dtype=torch.int8)})
+    params.to_module(net)
+    assert net.weight.dtype == torch.int8
+    assert isinstance(net.weight, nn.Parameter)
+    assert not net.weight.requires_grad
+
+
+def test_tensors_that_need_a_gradient_stay_as_they_are():
+    net = nn.Linear(2, 2)
+    params = weights_of(net).apply(lambda leaf: leaf * 2)
+    old = params.to_module(net)
+    assert net.weight is params["weight"]
+    net(torch.ones(2)).sum().backward()
+    old.to_module(net)
+
+
+def test_a_module_is_told_of_the_parameters_that_it_keeps():
+    """What a module with a ``__setattr__`` of its own saw last is what is in the slot."""
+
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "weight":
+                self.__dict__["cached"] = value
+
+    net = Cached()
+    own, params = net.weight, TensorDict({"weight": torch.zeros(1)})
+    swap = params.to_module(net)
+    assert net.cached is net.weight
+    assert isinstance(net.weight, nn.Parameter)
+    with swap:
+        assert net.cached is net.weight is params["weight"]
+    assert net.cached is net.weight is own
+
+
+# -- swaps that end in another order than they began -------------------------------------------
+
+
+def opened(params, net):
+    with params.to_module(net):
+        yield
+    yield
+
+
+def test_generators_may_leave_their_blocks_in_any_order():
+    net = chain()
+    before = exact(net)
+    one, two = blank(net), blank(net)
+    first, second = opened(one, net), opened(two, net)
+    next(first)
+    next(second)
+    next(first)
+    assert net[0].weight is two["0", "weight"]
+    next(second)
+    assert same(before, exact(net))
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+)
+def test_three_swaps_may_end_in_any_order(order):
+    net = chain()
+    before = exact(net)
+    trees = [blank(net), blank(net).select("0"), blank(net)]
+    blocks = [opened(tree, net) for tree in trees]
+    for block in blocks:
+        next(block)
+    alive = [0, 1, 2]
+    for n in order:
+        next(blocks[n])
+        alive.remove(n)
+        for key in ("0", "2"):
+            holders = [trees[i][key, "weight"] for i in alive if key in trees[i]]
+            if holders:
+                assert net[int(key)].weight is holders[-1]
+    assert same(before, exact(net))
+
+
+def test_buffers_rebound_in_overlapping_blocks_reach_their_trees():
+    net = Counter(rebind)
+    before = exact(net)
+    one, two = (TensorDict.from_module(net).clone() for _ in range(2))
+    first, second = opened(one, net), opened(two, net)
+    next(first)
+    net(torch.ones(1))
+    next(second)
+    net(torch.ones(1))
+    net(torch.ones(1))
+    next(first)
+    net(torch.ones(1))
+    next(second)
+    assert (one["calls"], two["calls"]) == (1, 3)
+    assert same(before, exact(net))
+
+
+def test_a_block_left_by_closing_its_generator_gives_everything_back():
+    net = chain()
+    before = exact(net)
+    block = opened(blank(net), net)
+    next(block)
+    block.close()
+    assert same(before, exact(net))
+
+
+# -- through the state dict --------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Saves its weight doubled, and loads it halved."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_state_dict_post_hook(self._saved)
+        self.register_load_state_dict_pre_hook(self._loaded)
+
+    @staticmethod
+    def _saved(module, state, prefix, metadata):
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+    @staticmethod
+    def _loaded(module, state, prefix, *rest):
+        if prefix + "weight" in state:
+            state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.weight
+
+
+def test_use_state_dict_runs_the_hooks_of_the_module():
+    net = Scaled()
+    params = TensorDict.from_module(net, use_state_dict=True)
+    assert params["weight"].tolist() == [2, 2]
+    params = params.apply(lambda leaf: leaf.detach() * 4)
+    with params.to_module(net, use_state_dict=True):
+        assert net.weight.tolist() == [4, 4]
+    assert net.weight.tolist() == [1, 1]
+    params.to_module(net, use_state_dict=True)
+    assert net.weight.tolist() == [4, 4]
+
+
+def test_use_state_dict_brings_updated_buffers_into_the_tree():
+    net = nn.Sequential(Scaled())
+    params = TensorDict.from_module(net, use_state_dict=True).data.clone()
+    with params.to_module(net, use_state_dict=True):
+        net(torch.ones(2))
+    assert params["0", "calls"] == 1
+    assert net[0].calls == 0
+    assert params["0", "weight"].tolist() == [2, 2]
+    with pytest.raises(ZeroDivisionError), params.to_module(net, use_state_dict=True):
+        stop(net, torch.ones(2))
+    assert params["0", "calls"] == 1
+    assert net[0].calls == 0
+
+
+def test_use_state_dict_lists_unknown_names_and_loads_nothing():
+    net = chain()
+    held = values(net)
+    params = blank(net)
+    params["0", "weigth"] = torch.zeros(4, 4)
+    params["extra"] = torch.zeros(1)
+    with pytest.raises(
+        MissingKeyError,
+        match=r"cannot load into Sequential: unknown 'extra'; unknown '0.weigth' "
+        r"\(did you mean '0.weight'\?\)",
+    ):
+        params.to_module(net, use_state_dict=True)
+    assert equal(held, values(net))
+    params = blank(net)
+    params["0", "weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        params.to_module(net, use_state_dict=True)
+    assert equal(held, values(net))
+
+
+def test_use_state_dict_has_its_own_way_of_copying():
+    net = chain()
+    with pytest.raises(ValueError, match="copies values in its own way; drop inplace"):
+        blank(net).to_module(net, use_state_dict=True, inplace=True)
+
+
+def test_the_swap_through_the_state_dict_is_a_tree_too():
+    net = chain()
+    held = values(net)
+    old = blank(net).to_module(net, use_state_dict=True)
+    assert not any(v.any() for v in values(net))
+    assert list(old.keys(True, True)) == list(TensorDict.from_module(net).keys(True, True))
+    old.to_module(net, use_state_dict=True)
+    assert equal(held, values(net))
