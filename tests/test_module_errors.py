@@ -46,6 +46,7 @@ def test_a_wrong_kind_is_refused_on_construction(kwargs, match):
     [
         ({"out_keys": ["y", "z", "y"]}, r"two outputs cannot have one key, .* has \['y'\] more"),
         ({"out_keys": [("n", "y"), ("n", ("y",))]}, r"has \[\('n', 'y'\)\] more than once"),
+        ({"out_keys": ["n", ("n", "y")]}, r"cannot stand inside another, .* has \[\('n', 'y'\)\]"),
         ({"inplace": "emty"}, r"inplace is one of \[True, False, 'empty'\], not 'emty'"),
         ({"inplace": None}, r"inplace is one of \[True, False, 'empty'\], not None"),
         ({"in_keys": {"x": "a", "y": "a"}, "out_to_in_map": False}, "one argument several values"),
@@ -150,6 +151,19 @@ def test_the_number_of_outputs_must_match_and_nothing_is_written(outputs, names,
     with pytest.raises(ValueError, match=match):
         TensorDictModule(outputs, ["x"], names)(td)
     assert keys(td) == ["x"]
+
+
+def test_a_tuple_of_tensors_is_not_one_output():
+    td = TensorDict({"x": torch.ones(1, 1, 1)})
+    match = (
+        r"TensorDictModule\(LSTM\) returned a tuple of 2 for 'state', and a key holds one tensor"
+    )
+    with pytest.raises(TypeError, match=match):
+        TensorDictModule(nn.LSTM(1, 1), ["x"], ["y", "state"])(td)
+    assert keys(td) == ["x"]
+    assert keys(TensorDictModule(nn.LSTM(1, 1), ["x"], ["y", "_"])(td)) == ["x", "y"]
+    numbers = TensorDictModule(lambda x: (x, [1, 2]), ["x"], ["y", "z"])(td)["z"]
+    assert numbers.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("names", [["a", "b"], [("n", "a"), "b"], ["a", ("n", "b")]])

@@ -22,6 +22,7 @@ __all__ = [
     "lost_outputs",
     "missing_inputs",
     "name_of",
+    "nested_output",
     "outputs_in_words",
     "place",
     "tell",
@@ -156,6 +157,16 @@ def lacking_outputs(
         Told(
             f"{who} returned a {type(result).__name__} of {listing(there)} for {len(keys)} "
             f"out_keys {listing(keys)}; not in it is {', '.join(near)}"
+        )
+    )
+
+
+def nested_output(who: str, key: NestedKey, value: Sequence[Any]) -> TypeError:
+    """Return the error for an output that is itself a tuple of tensors."""
+    return TypeError(
+        Told(
+            f"{who} returned a {type(value).__name__} of {len(value)} for {key!r}, and a key holds "
+            "one tensor; wrap a function that returns all of them in one tuple"
         )
     )
 

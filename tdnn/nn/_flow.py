@@ -4,7 +4,7 @@ from collections.abc import Collection, Container, Iterable
 
 from tdnn._keys import NestedKey, as_key, as_path
 
-__all__ = ["keys_read", "keys_written", "reads", "touches", "writes"]
+__all__ = ["keys_read", "keys_written", "reads", "stands_within", "touches", "writes"]
 
 
 def reads(step: object) -> list[NestedKey]:
@@ -33,12 +33,12 @@ def keys_read(steps: Iterable[object]) -> list[NestedKey]:
     begun: set[NestedKey] = set()  # the branches that the written keys stand in
     for step in steps:
         for key in reads(step):
-            if key not in begun and key not in written and not _within(key, written):
+            if key not in begun and key not in written and not stands_within(key, written):
                 found[key] = None
         for key in writes(step):
             written.add(key)
             begun.update(_branches(key))
-    return [key for key in found if not _within(key, found)]
+    return [key for key in found if not stands_within(key, found)]
 
 
 def keys_written(steps: Iterable[object]) -> list[NestedKey]:
@@ -57,13 +57,13 @@ def _branches(key: NestedKey) -> list[NestedKey]:
     return [] if type(key) is str else [as_key(as_path(key[:end])) for end in range(1, len(key))]
 
 
-def _within(key: NestedKey, keys: Container[NestedKey]) -> bool:
+def stands_within(key: NestedKey, keys: Container[NestedKey]) -> bool:
     """Return whether an entry stands in a branch that is one of ``keys``."""
     return type(key) is not str and any([branch in keys for branch in _branches(key)])
 
 
 def touches(key: NestedKey, keys: Collection[NestedKey]) -> bool:
     """Return whether ``key`` is one of ``keys``, or above or below one."""
-    if key in keys or _within(key, keys):
+    if key in keys or stands_within(key, keys):
         return True
     return any([key in _branches(other) for other in keys])

@@ -106,6 +106,9 @@ def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
             f"'tensordict', found {names}"
         )
 
+    source_name = form.source if isinstance(form.source, str) else None
+    dest_name = form.dest if isinstance(form.dest, str) else None
+
     @wraps(func)
     def method(self: Any, tensordict: Any = None, /, *args: Any, **kwargs: Any) -> Any:
         # Benchmark test_tdmodule: a call with a tree and nothing else costs one test here.
@@ -113,14 +116,15 @@ def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
             if not args and not kwargs:
                 return func(self, tensordict)
             return func(self, tensordict, *args, **kwargs)
-        source = _keys_of(self, form.source)
+        source = getattr(self, source_name) if source_name else form.source
         if tensordict is not None or args:
             args = (tensordict, *args)
         elif "tensordict" in kwargs and _is_direct(source, args, kwargs):
             return func(self, **kwargs)
         tree = form.gather(self, source, args, kwargs)
         out = func(self, tree, **kwargs) if kwargs else func(self, tree)
-        return form.results(self, _keys_of(self, form.dest), out)
+        dest = getattr(self, dest_name) if dest_name else form.dest
+        return form.results(self, dest, out)
 
     method.__signature__ = _without_need(func)  # type: ignore[attr-defined]  # functions take any
     return method
@@ -138,19 +142,11 @@ def _without_need(func: Callable[..., Any]) -> Signature:
         return own
 
 
-def _is_direct(source: Sequence[NestedKey], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_direct(source: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the call is given its tree."""
     if args:
         return isinstance(args[0], TensorDictBase)
     return isinstance(kwargs.get("tensordict"), TensorDictBase) and "tensordict" not in source
-
-
-def _keys_of(owner: object, keys: Keys) -> Sequence[NestedKey]:
-    """Return the keys themselves, where the name of an attribute was given."""
-    if type(keys) is not str:
-        return keys
-    found: Sequence[NestedKey] = getattr(owner, keys)
-    return [found] if type(found) is str else found
 
 
 class _Form:
@@ -169,11 +165,13 @@ class _Form:
     def gather(
         self,
         owner: object,
-        source: Sequence[NestedKey],
+        source: Keys,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> TensorDictBase:
         """Return the tree of the inputs, and take those that have a name out of ``kwargs``."""
+        if isinstance(source, str):
+            source = [source]
         # Benchmark test_tdmodule_dispatch: mostly all inputs are tensors under plain keys and come
         # in one way, and every tensor fits a tree without batch dims. On Python 3.11 such a loop
         # takes half the time of a zip or a comprehension.
@@ -250,8 +248,10 @@ class _Form:
         takes = listing(names.values())
         return TypeError(Told(f"{title(owner)} takes a tree, or {takes}: {'; '.join(faults)}"))
 
-    def results(self, owner: object, dest: Sequence[NestedKey], out: Any) -> Any:
+    def results(self, owner: object, dest: Keys, out: Any) -> Any:
         """Return the entries at ``dest``: one alone, several as a tuple."""
+        if isinstance(dest, str):
+            dest = [dest]
         if not isinstance(out, TensorDictBase):
             raise TypeError(
                 Told(f"{title(owner)} must return a tree, but it returned {type(out).__name__}")

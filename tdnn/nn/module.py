@@ -14,10 +14,12 @@ from tdnn.nn._faults import (
     lacking_outputs,
     missing_inputs,
     name_of,
+    nested_output,
     outputs_in_words,
     tell,
     wrong_count,
 )
+from tdnn.nn._flow import stands_within
 from tdnn.nn.base import OutKeys, TensorDictModuleBase, normal_keys, picture
 from tdnn.nn.dispatch import dispatch
 from tdnn.tensordict import TensorDict
@@ -163,6 +165,12 @@ class TensorDictModule(TensorDictModuleBase):
                 f"{self._title()}: two outputs cannot have one key, and {listing(normal)} has "
                 f"{listing(twice)} more than once; '_' drops an output"
             )
+        within = [key for key in normal if stands_within(key, normal)]
+        if within:
+            raise ValueError(
+                f"{self._title()}: an output cannot stand inside another, and {listing(normal)} "
+                f"has {listing(within)}"
+            )
         self._out_keys = tuple(normal)
         self._selected = None
         self._reform()
@@ -305,6 +313,9 @@ class TensorDictModule(TensorDictModuleBase):
         keys = self._out_keys
         if isinstance(result, (tuple, list)):  # a union would be made on each call
             values: Sequence[Any] = result
+            for value in values:
+                if isinstance(value, (tuple, list)):
+                    self._refuse_nested(values)
         elif isinstance(result, Mapping | TensorDictBase):
             values = [_ABSENT if key == "_" else _at(result, key) for key in keys]
             lacking = [
@@ -321,6 +332,13 @@ class TensorDictModule(TensorDictModuleBase):
         if len(values) != len(keys):
             raise wrong_count(self._title(), keys, result)
         return values
+
+    def _refuse_nested(self, values: Sequence[Any]) -> None:
+        """Raise if a tuple of tensors would become one output, which would cut its gradients."""
+        for key, value in zip(self._out_keys, values, strict=False):
+            several = isinstance(value, tuple | list)
+            if key != "_" and several and any([isinstance(part, Tensor) for part in value]):
+                raise nested_output(self._title(), key, value)
 
     def _fresh(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self._inplace is False:

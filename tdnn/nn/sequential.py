@@ -136,25 +136,22 @@ class TensorDictSequential(TensorDictModule):
 
     def _keys(self) -> _Keys:
         """Return the keys, worked out anew if a step's were changed since the last time."""
-        if not self._are_current(self._worked_out):
-            self._reform()
-        return self._worked_out
-
-    def _are_current(self, known: _Keys) -> bool:
         # Benchmark test_tdseq_dispatch: mostly each step has the very form that it had before.
+        known = self._worked_out
+        forms, others, _, _ = known
         holder: Any = self._modules["module"]
-        forms = known.forms
-        if len(forms) != len(holder._modules):
-            return False
+        at = 0
         try:
-            for at, step in enumerate(holder._modules.values()):
-                form = step._form
+            for step in holder._modules.values():
                 # Values are compared for torch.compile, which does not see that two are one.
-                if form is not forms[at] and form != forms[at]:
-                    return False
-        except AttributeError:  # a module with keys that is not one of ours
-            return False
-        return not known.others or known.others == self._others()
+                if step._form is not forms[at] and step._form != forms[at]:
+                    return self._work_out()
+                at += 1  # enumerate() would take longer than the rest of the loop
+        except (AttributeError, IndexError):  # a module of another class, or a new one
+            return self._work_out()
+        if at != len(forms) or (others and others != self._others()):
+            return self._work_out()
+        return known
 
     def _others(self) -> list[Any]:
         """Return the keys of the steps without a form, whose lists may change in place."""
@@ -164,11 +161,15 @@ class TensorDictSequential(TensorDictModule):
             if getattr(step, "_form", None) is None
         ]
 
-    def _reform(self) -> None:
+    def _work_out(self) -> _Keys:
         steps = self._steps.values()
         forms = [getattr(step, "_form", None) for step in steps]
         in_keys, out_keys = tuple(keys_read(steps)), tuple(keys_written(steps))
         self._worked_out = _Keys(forms, self._others(), in_keys, out_keys)
+        return self._worked_out
+
+    def _reform(self) -> None:
+        self._work_out()
 
     @property
     def _optional_inputs(self) -> bool:  # type: ignore[override]  # a constant in the base
