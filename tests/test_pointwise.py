@@ -78,6 +78,14 @@ def assert_leaves(tree, expected):
         torch.testing.assert_close(found[key], value, rtol=0, atol=0, equal_nan=True)
 
 
+def assert_declared(tree):
+    """Check that every leaf begins with the batch size of the node that holds it."""
+    for value in tree.values():
+        assert value.shape[: tree.ndim] == tree.batch_size
+        if isinstance(value, TensorDict):
+            assert_declared(value)
+
+
 def over(value, leaf):
     """Return a tensor ``(3,)`` with dims behind it so that it broadcasts to the leaf."""
     return value.reshape(3, *[1] * (leaf.ndim - 1))
@@ -240,21 +248,30 @@ def test_a_tensor_with_more_dims_than_the_batch_size_adds_batch_dims():
     assert_leaves(result, {"a": tree["a"] * value[..., None], ("b", "c"): tree["b", "c"] * value})
 
 
-def test_branches_with_batch_dims_of_their_own_keep_those_that_both_declare():
-    def branch(size):
-        return TensorDict({"c": torch.rand(3, 4, 5)}, size)
+def with_branch(further, named=False):
+    """Return a tree of batch size (3,) whose branch has batch size ``(3, *further)``."""
+    branch = TensorDict({"c": torch.rand(3, *further, *[5] * (2 - len(further)))}, [3, *further])
+    return TensorDict({"b": branch}, [3], names=["time"] if named else None)
 
-    mine, same = TensorDict({"b": branch([3, 4])}, [3]), TensorDict({"b": branch([3, 4])}, [3])
-    other = TensorDict({"b": branch([3])}, [3])
-    value = torch.rand(3)
-    assert (mine + same)["b"].batch_size == (3, 4)
-    assert (mine + value)["b"].batch_size == (3, 4)
-    assert (mine + value.reshape(1, 3))["b"].batch_size == (1, 3, 4)
-    assert (mine + other)["b"].batch_size == (3,)
-    expected = mine["b", "c"] + other["b", "c"]
-    torch.testing.assert_close((mine + other)["b", "c"], expected, rtol=0, atol=0)
-    expected = mine["b", "c"] + value.reshape(3, 1, 1)
-    torch.testing.assert_close((mine + value)["b", "c"], expected, rtol=0, atol=0)
+
+@pytest.mark.parametrize("mine", [(), (5,), (1,), (5, 5)])
+@pytest.mark.parametrize("theirs", [(), (5,), (1,), (5, 5)])
+def test_branches_with_batch_dims_of_their_own_keep_those_that_both_declare(mine, theirs):
+    one, two = with_branch(mine, named=True), with_branch(theirs)
+    result = one + two
+    expected = (3, *mine) if mine == theirs else (3,)
+    assert result["b"].batch_size == expected
+    assert result["b"].names == ["time", *[None] * (len(expected) - 1)]
+    torch.testing.assert_close(result["b", "c"], one["b", "c"] + two["b", "c"], rtol=0, atol=0)
+    assert_declared(result)
+
+
+def test_a_tensor_leaves_the_batch_dims_of_branches_as_they_are():
+    tree, value = with_branch((4,)), torch.rand(3)
+    assert (tree + value)["b"].batch_size == (3, 4)
+    assert (tree + value.reshape(1, 3))["b"].batch_size == (1, 3, 4)
+    expected = tree["b", "c"] + value.reshape(3, 1, 1)
+    torch.testing.assert_close((tree + value)["b", "c"], expected, rtol=0, atol=0)
 
 
 def test_a_tensor_without_dims_promotes_like_one_in_plain_torch():
@@ -262,6 +279,9 @@ def test_a_tensor_without_dims_promotes_like_one_in_plain_torch():
     for value in (torch.tensor(2.0, dtype=torch.float64), torch.tensor(2)):
         assert_leaves(tree + value, {k: v + value for k, v in flat(tree).items()})
         assert_leaves(tree * value, {k: v * value for k, v in flat(tree).items()})
+    low, high = torch.tensor(2.0, dtype=torch.float64), torch.full((1,), 3.0)
+    wide = TensorDict({"a": torch.ones(2, 3)}, [2])
+    assert wide.clamp(low, high)["a"].dtype == wide["a"].clamp(low, high).dtype == torch.float32
 
 
 def test_batch_sizes_that_do_not_broadcast_are_named():
@@ -567,7 +587,11 @@ def test_a_dtype_that_cannot_hold_the_result_is_refused_before_the_first_write()
     assert_untouched(tree, lambda: tree.sqrt_(), RuntimeError, "can't be cast")
     assert_untouched(tree, lambda: tree.add_(tree * 1j), RuntimeError, "can't be cast")
     ones = TensorDict({"a": torch.ones(2), "b": torch.ones(2)})
-    assert_untouched(ones, lambda: ones.add_(1j), RuntimeError, "cast|convert")
+    err = assert_untouched(ones, lambda: ones.add_(1j), RuntimeError, "cast|convert")
+    assert err.__notes__ == ["at the leaf 'a'; nothing has been written"]
+    whole = TensorDict({"a": torch.ones(2).int(), "b": torch.ones(2).int()})
+    err = assert_untouched(whole, lambda: whole.div_(2), RuntimeError, "can't be cast")
+    assert err.__notes__ == ["at the leaf 'a'; nothing has been written"]
     assert_untouched(ones, lambda: ones.lerp_(ones.double(), 0.5), RuntimeError, "dtype")
     tree.add_(2)
     assert (tree == 3).all()
@@ -577,6 +601,7 @@ def test_a_leaf_on_another_device_is_refused_before_the_first_write():
     tree = TensorDict({"a": torch.ones(2), "b": torch.ones(2)})
     other = TensorDict({"a": torch.ones(2), "b": torch.ones(2, device="meta")})
     assert_untouched(tree, lambda: tree.lerp_(other, 0.5), RuntimeError, "device")
+    assert_untouched(tree, lambda: tree.clamp_(other * 2, other * 3), RuntimeError, "device")
 
 
 def test_a_leaf_that_requires_grad_is_refused_before_the_first_write():
@@ -618,14 +643,6 @@ def compiled(act):
 
 
 # -- random trees ------------------------------------------------------------------------------
-
-
-def assert_declared(tree):
-    """Check that every leaf begins with the batch size of the node that holds it."""
-    for value in tree.values():
-        assert value.shape[: tree.ndim] == tree.batch_size
-        if isinstance(value, TensorDict):
-            assert_declared(value)
 
 
 @given(strategies.trees(), st.data())
