@@ -74,10 +74,10 @@ class _Turn(Claim):
         self.plan = plan
         self.old: list[Any] | None = None  # what the slots held; None: not read yet
         self.new: list[Any] = []
-        self.kept: list[Any] = []  # what is in the slots instead of ``new``, outside a block
-        self.lazy: list[_LazyState] = []
-        self.caches: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.values: list[Tensor] = []  # copies of what tensors held that were written to
+        self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
+        self.lazy: Sequence[_LazyState] = ()
+        self.caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
+        self.values: Sequence[Tensor] = ()  # copies of what tensors held that were written to
 
     def is_on(self) -> bool:
         if self.is_open or self.old is None:
@@ -175,7 +175,7 @@ class SlotExchange(Exchange):
         turn = self._stack[-1]
         if turn.kept:
             _write(turn.plan, turn.new)
-            turn.kept = []
+            turn.kept = ()
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -183,19 +183,22 @@ class SlotExchange(Exchange):
         """End a block: the slots as they were; what was assigned to them goes into the tree."""
         turn = self._stack.pop()
         plan, old = turn.plan, turn.old
+        now = turn.new
         try:
-            now = list(map(getitem, plan.targets, plan.keys))
+            if not all(map(is_, map(getitem, plan.targets, plan.keys), now)):
+                now = list(map(getitem, plan.targets, plan.keys))
         except KeyError:  # the block deleted a slot
             now = [slots.get(k, _GONE) for slots, k in zip(plan.targets, plan.keys, strict=True)]
         filled = [none for none in plan.nones if none[1].get(none[2], _GONE) is not None]
+        assigned = [(slots.get(key), home, key) for home, slots, key in filled]
+        changed = now is not turn.new or filled
         later = _claims.release(turn)
         if later:
             old, now = _hand_over(turn, later, now)
-        assigned = [(slots.get(key), home, key) for home, slots, key in filled]
         for _, slots, key in filled:
             slots[key] = None
         self._restore(turn, old)
-        if filled or not all(map(is_, now, turn.new)):
+        if changed or later:
             _restore_order(plan)
             if not failed:
                 self._write_back(turn, now, assigned)
