@@ -5,7 +5,7 @@ from typing import Any, Self, cast
 
 from torch import Tensor
 
-from tdnn._core import Entry, IsLeaf, TensorDictBase, entries_of, locked
+from tdnn._core import TREES, Entry, IsLeaf, TensorDictBase, entries_of, locked
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn.errors import KeyConflictError, MissingKeyError
 
@@ -52,8 +52,6 @@ class Updates(TensorDictBase):
             [('a', 'x'), ('a', 'y')]
         """
         source = {} if input_dict_or_td is None else input_dict_or_td
-        if not isinstance(source, TensorDictBase) and not isinstance(source, Mapping):
-            raise TypeError(f"update takes a mapping or a tree, not {type(source).__name__}")
         plan = _Update(inplace, clone, non_blocking, is_leaf)
         plan.add(self, _chosen(source, keys_to_update), ())
         if kwargs:
@@ -108,7 +106,7 @@ class _Update:
         self._clone = clone
         self._non_blocking = non_blocking
         self._is_leaf = is_leaf
-        self._puts: dict[tuple[int, str], tuple[TensorDictBase, str, Entry]] = {}
+        self._puts: dict[Path, tuple[TensorDictBase, str, Entry]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def add(self, node: TensorDictBase, entries: Any, above: Path) -> None:
@@ -131,24 +129,23 @@ class _Update:
     def _merges(self, value: Any) -> bool:
         if self._is_leaf is not None and self._is_leaf(type(value)):
             return False
-        return isinstance(value, Mapping | TensorDictBase)
+        return isinstance(value, TREES)
 
     def _add_put(self, home: TensorDictBase, way: Path, value: Any, above: Path) -> None:
         """Plan to put a value into ``home``, or into the branch that is planned there."""
-        place = (id(home), way[0])
+        place = above + way[:1]
         if place in self._puts:
             waiting = self._puts[place][2]
             if isinstance(waiting, TensorDictBase):
                 if len(way) > 1:
-                    self.add(waiting, [(way[1:], value)], (*above, way[0]))
+                    self.add(waiting, [(way[1:], value)], place)
                     return
                 if self._merges(value):
-                    self.add(waiting, entries_of(value), (*above, way[0]))
+                    self.add(waiting, entries_of(value), place)
                     return
             elif len(way) > 1:
                 raise KeyConflictError(
-                    f"cannot set both {as_key(above + way[:1])!r}, a leaf, "
-                    f"and {as_key(above + way)!r}"
+                    f"cannot set both {as_key(place)!r}, a leaf, and {as_key(above + way)!r}"
                 )
         key = as_key(above + way) if above else as_key(way)
         if home._lock is not None:
@@ -174,6 +171,8 @@ def _chosen(
     source: Mapping[Any, Any] | TensorDictBase, keys: Sequence[NestedKey] | None
 ) -> Iterable[tuple[NestedKey, Any]]:
     """Return the pairs of ``source``, or those of ``keys`` only."""
+    if not isinstance(source, TREES):
+        raise TypeError(f"update takes a mapping or a tree, not {type(source).__name__}")
     if keys is None:
         return entries_of(source)
     if isinstance(keys, str):
