@@ -314,7 +314,7 @@ class TensorDictModule(TensorDictModuleBase):
         if isinstance(result, (tuple, list)):  # a union would be made on each call
             values: Sequence[Any] = result
             for value in values:
-                if isinstance(value, (tuple, list)):
+                if type(value) is not Tensor and isinstance(value, (tuple, list)):
                     self._refuse_nested(values)
         elif isinstance(result, Mapping | TensorDictBase):
             values = [_ABSENT if key == "_" else _at(result, key) for key in keys]
