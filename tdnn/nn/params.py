@@ -9,6 +9,8 @@ from torch.nn import Buffer, Parameter
 
 from tdnn._core import Entry, TensorDictBase
 from tdnn._keys import NestedKey
+from tdnn._node import Node, itself
+from tdnn.errors import KeyConflictError
 from tdnn.tensordict import TensorDict
 
 __all__ = ["TensorDictParams"]
@@ -22,7 +24,8 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
     after each change, made by whichever side. Where both have a method of one name, those that
     cast, move and flag are the module's (``to``, ``double``, ``float``, ``half``, ``bfloat16``,
     ``cpu``, ``cuda``, ``requires_grad_``, ``zero_grad``: in place, parameters keep their
-    identity), and ``apply`` is the tree's. Other operations return a plain ``TensorDict``.
+    identity), and ``apply`` is the tree's, also where ``apply`` of an owner calls it: ``fn`` then
+    gets the leaves. Other operations return a plain ``TensorDict``.
 
     Args:
         parameters: a tree or mapping; its tensors are taken, not copied.
@@ -122,6 +125,13 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         for key, value in data.items():
             self._put(key, value)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is an attribute here as one, also if an entry has that name."""
+        if name in _ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        else:
+            nn.Module.__setattr__(self, name, value)
+
     # -- copies --------------------------------------------------------------------------------
 
     def clone(self, recurse: bool = True) -> Self:
@@ -136,8 +146,11 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
             >>> copy["w"] is params["w"], copy["w"].requires_grad
             (False, True)
         """
-        tree = self._rebuild(_copied, self._batch_size, self._names) if recurse else self
-        return cast(Self, TensorDictParams(tree, no_convert=True))
+        tree = self._rebuild(_copied if recurse else itself, self._batch_size, self._names)
+        made = TensorDictParams(tree, no_convert=True)
+        for node in made.modules():
+            object.__setattr__(node, "no_convert", self.no_convert)
+        return cast(Self, made)
 
     def __getstate__(self) -> tuple[Any, ...]:
         slots = (self._batch_size, self._device, self._names, self._lock is not None)
@@ -170,6 +183,18 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         if self._device is not None:
             self._device = fn(torch.empty(0, device=self._device)).device
         return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save as ``nn.Module`` does, but no entry over another."""
+        for key in (*self._parameters, *self._buffers):
+            if prefix + key in destination:
+                raise KeyConflictError(
+                    f"two entries would have the name {prefix + key!r} in a state dict: the key "
+                    f"{key!r}, and the same with a branch for a dot; rename one of them"
+                )
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,
@@ -207,5 +232,7 @@ def _copied(leaf: Tensor) -> Tensor:
         return Parameter(leaf.detach().clone(), leaf.requires_grad)
     return leaf.detach().clone()
 
+
+_ATTRIBUTES = {"no_convert", "training", *Node.__slots__}
 
 TensorDict._params_kind = TensorDictParams
