@@ -5,6 +5,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from leafwise import assert_declared, compiled, flat
 
 from tdnn import TensorDict
 
@@ -18,22 +19,11 @@ def make():
     return TensorDict(source, [2, 3], names=["time", "env"])
 
 
-def flat(tree):
-    return dict(tree.items(include_nested=True, leaves_only=True))
-
-
 def assert_leaves(tree, expected):
     assert flat(tree).keys() == expected.keys()
     for key, value in expected.items():
         assert tree[key].dtype == value.dtype
         torch.testing.assert_close(tree[key], value)
-
-
-def assert_declared(tree):
-    for value in tree.values():
-        assert value.shape[: tree.ndim] == tree.batch_size
-        if isinstance(value, TensorDict):
-            assert_declared(value)
 
 
 # -- all and any -------------------------------------------------------------------------------
@@ -202,8 +192,7 @@ def test_reductions_run_under_vmap_and_trace():
         return tree.sum(0), tree.mean("feature"), tree.norm(), tree.sum(reduce=True)
 
     tree = make()
-    torch.compiler.reset()
-    found = torch.compile(act, fullgraph=True, backend="eager")(tree)
+    found = compiled(act)(tree)
     batched = torch.vmap(act)(tree)
     results = zip(found, batched, act(tree), act(tree[0]), act(tree[1]), strict=True)
     for got, rows, expected, *each in results:
