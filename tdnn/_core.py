@@ -8,7 +8,7 @@ from collections.abc import ItemsView, Mapping, Sequence
 from typing import Any, Self, TypeAlias, Union, cast
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from tdnn._declared import Declared, Device, as_device, as_size
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
@@ -16,10 +16,11 @@ from tdnn._lock import locked
 from tdnn._node import IsLeaf, Names, Scope
 from tdnn.errors import KeyConflictError, MissingKeyError
 
-__all__ = ["Entry", "IsLeaf", "Names", "Scope", "TensorDictBase", "entries_of", "locked"]
+__all__ = ["TREES", "Entry", "IsLeaf", "Names", "Scope", "TensorDictBase", "entries_of", "locked"]
 
 Entry: TypeAlias = Union[Tensor, "TensorDictBase"]
 
+_ABSENT: Any = object()
 _NUMBERS = (bool, int, float, complex, list, tuple)
 
 
@@ -38,7 +39,7 @@ class TensorDictBase(Declared):
         lock: bool = False,
         **kwargs: Any,
     ) -> None:
-        if source is not None and type(source) is not dict:
+        if type(source) is not dict and source is not None:
             if isinstance(source, TensorDictBase):
                 if batch_size is None:
                     batch_size = source._batch_size
@@ -49,7 +50,8 @@ class TensorDictBase(Declared):
                 raise TypeError(
                     f"{type(self).__name__} is made from a mapping or a tree, not {source!r}"
                 )
-        self._batch_size = batch_size if type(batch_size) is torch.Size else as_size(batch_size)
+        # Hot (test_creation_empty): the usual kind of size without a call.
+        self._batch_size = Size(batch_size) if type(batch_size) is tuple else as_size(batch_size)
         self._device = None if device is None else as_device(device)
         self._names = None
         self._lock = None
@@ -76,48 +78,65 @@ class TensorDictBase(Declared):
         data: dict[str, Any],
         source: Mapping[Any, Any] | Self,
         non_blocking: bool,
-        owned: set[int] | None = None,
+        owned: dict[str, Any] | None = None,
     ) -> None:
         """Add the entries of a mapping, whose keys may be tuples, to the dict of a new node.
 
-        ``owned`` has the ids of the branches that were made on the way; others may be the user's.
+        ``owned`` has, by key, the branches that were made on the way (with the like dicts for
+        theirs); others may be the user's.
         """
-        size = self._batch_size
-        depth = len(size)
-        fits = size  # the last shape that did: most leaves share one
+        if type(source) is dict and self._device is None and not data:
+            # Hot (test_creation): the dict is copied as a whole, if it has no nested keys, and
+            # a tensor needs nothing done to it.
+            data.update(source)
+            size = self._batch_size
+            depth = len(size)
+            fits = size  # the last shape that did: most leaves share one
+            for key, value in source.items():
+                if type(key) is not str:
+                    data.clear()
+                    break
+                if type(value) is Tensor:
+                    shape = value.shape if depth else fits
+                    if shape == fits:
+                        continue
+                    if shape[:depth] == size:
+                        fits = shape
+                        continue
+                data[key] = self._admit(value, key)
+            else:
+                return
+        owned = {} if owned is None else owned
         for key, value in entries_of(source):
-            # Hot (test_creation): a tensor that needs nothing done to it.
-            if type(value) is Tensor and type(key) is str and self._device is None:
-                shape = value.shape if depth else fits
-                if (shape == fits or shape[:depth] == size) and key not in data:
-                    fits = shape
-                    data[key] = value
-                    continue
-            if owned is None:
-                owned = set()
             self._meet(data, as_path(key), value, non_blocking, owned)
 
     def _meet(
-        self, data: dict[str, Any], path: Path, value: Any, non_blocking: bool, owned: set[int]
+        self,
+        data: dict[str, Any],
+        path: Path,
+        value: Any,
+        non_blocking: bool,
+        owned: dict[str, Any],
     ) -> None:
         """Add a value to the dict of a new node; branches merge, leaves collide."""
         key = path[0]
-        if len(path) > 1:
-            for step in path[:0:-1]:
-                value = {step: value}
+        for step in path[:0:-1]:
+            value = {step: value}
         mine = data.get(key)
         if mine is None:
             data[key] = self._admit(value, key, non_blocking)
-        elif isinstance(mine, TensorDictBase) and isinstance(value, Mapping | TensorDictBase):
-            if id(mine) not in owned:  # adding to it would change a tree of the user's
+        elif isinstance(mine, TensorDictBase) and isinstance(value, TREES):
+            if key not in owned:  # adding to it would change a tree of the user's
                 data[key] = mine = mine._like(dict(mine._data), mine._batch_size, mine._names)
-                owned.add(id(mine))
-            mine._fill(mine._data, cast(Any, value), non_blocking, owned)
+                owned[key] = {}
+            mine._fill(mine._data, cast(Any, value), non_blocking, owned[key])
         else:
             raise KeyConflictError(f"two entries for the key {key!r}")
 
     def _admit(self, value: Any, key: NestedKey, non_blocking: bool = False) -> Entry:
         """Return ``value`` as this node may hold it, or say why it cannot."""
+        if type(value) is dict:  # Hot (test_creation_nested_1): the new branch fits.
+            return self._branch(value)
         if type(value) is not Tensor and not isinstance(value, _KINDS):
             value = self._convert(value, key)
         size = self._batch_size
@@ -132,9 +151,7 @@ class TensorDictBase(Declared):
     def _convert(self, value: Any, key: NestedKey) -> Entry:
         """Return a number, an array or a mapping as a leaf or a branch."""
         if isinstance(value, Mapping):
-            branch = self._like({}, self._batch_size, self._names)
-            branch._fill(branch._data, value, False)
-            return branch
+            return self._branch(value)
         if isinstance(value, _NUMBERS) or hasattr(value, "__array__"):
             try:
                 return torch.as_tensor(value, device=self._device)
@@ -145,6 +162,13 @@ class TensorDictBase(Declared):
             f"key {key!r}: a tree holds tensors, numbers, arrays, mappings and trees, "
             f"not {type(value).__name__}"
         )
+
+    def _branch(self, source: Mapping[Any, Any]) -> Self:
+        """Return a new branch of this node's batch size that holds the entries of a mapping."""
+        data: dict[str, Any] = {}
+        branch = self._like(data, self._batch_size, self._names)
+        branch._fill(data, source, False)
+        return branch
 
     def _fit(self, value: Entry, key: NestedKey) -> Entry:
         """Return a branch with this node's batch size; a leaf that does not have it is an error."""
@@ -166,16 +190,25 @@ class TensorDictBase(Declared):
     def _entry(self, path: Path) -> Entry:
         """Return what is at ``path``, or raise an error that names the nearest key."""
         node: Any = self
-        for depth, step in enumerate(path):
-            if not isinstance(node, TensorDictBase):
-                raise MissingKeyError(
-                    f"{as_key(path)!r} goes through {as_key(path[:depth])!r}, which is a leaf"
-                )
-            try:
+        try:
+            for step in path:
                 node = node._data[step]
-            except KeyError:
-                raise node._missing(step, path) from None
-        return cast(Entry, node)
+        except (KeyError, AttributeError):
+            raise self._astray(path) from None
+        return node  # type: ignore[no-any-return]  # a cast would take as long as two steps
+
+    def _astray(self, path: Path) -> MissingKeyError:
+        """Return the error for a path that leads to no entry."""
+        node: Any = self
+        depth = 0
+        while isinstance(node, TensorDictBase) and path[depth] in node._data:
+            node = node._data[path[depth]]
+            depth += 1
+        if isinstance(node, TensorDictBase):
+            return node._missing(path[depth], path)
+        return MissingKeyError(
+            f"{as_key(path)!r} goes through {as_key(path[:depth])!r}, which is a leaf"
+        )
 
     def _missing(self, step: str, path: Path) -> MissingKeyError:
         return MissingKeyError(
@@ -264,15 +297,57 @@ class TensorDictBase(Declared):
             >>> TensorDict({}, [3]).set(("a", "b"), torch.ones(3))["a", "b"]
             tensor([1., 1., 1.])
         """
-        # Hot (test_set): a tensor under a plain key of an unlocked tree without a device.
-        if type(key) is str and type(item) is Tensor and not inplace:
-            size = self._batch_size
-            if self._lock is None and self._device is None:
-                shape = item.shape if size else size
-                if shape == size or shape[: len(size)] == size:
+        if type(item) is Tensor and not inplace:
+            if type(key) is not str:
+                if self._set_plain(key, item):
+                    return self
+            elif self._lock is None and self._device is None:
+                # Hot (test_set): what _takes tests, without a call.
+                size = self._batch_size
+                if not size or item.shape[: len(size)] == size:
                     self._data[key] = item
                     return self
         return self._set(key, item, inplace, non_blocking)
+
+    def _set_plain(self, key: Any, item: Tensor) -> bool:
+        """Set a tensor at a nested key if it can be held as is; return whether it was set.
+
+        Hot (test_set_nested, test_set_nested_new): the short way through :meth:`_set`.
+        """
+        if type(key) is not tuple or not key:
+            return False
+        node: Any = self
+        depth = 0
+        plain: bool
+        try:
+            for step in key[:-1]:
+                below = node._data.get(step)
+                if below is None:
+                    break
+                node = below
+                depth += 1
+            else:
+                # A branch of another class may store it in its own way, as TensorDictParams does.
+                plain = type(key[-1]) is str and type(node) is type(self) and node._takes(item)
+                if plain:
+                    node._data[key[-1]] = item
+                return plain
+        except (TypeError, AttributeError):
+            return False
+        way = key[depth:]
+        plain = as_path(way) is way and node._takes(item)  # no inner tuples
+        if plain:
+            node._put(way[0], node._wrapped(way, item))
+        return plain
+
+    def _takes(self, item: Tensor) -> bool:
+        """Return whether this node is unlocked and can hold a tensor as it is."""
+        size = self._batch_size
+        return (
+            self._lock is None
+            and self._device is None
+            and (not size or item.shape[: len(size)] == size)
+        )
 
     def _set(self, key: NestedKey, item: Any, inplace: bool, non_blocking: bool) -> Self:
         """Write any entry; :meth:`set` serves the most common ones itself."""
@@ -284,17 +359,14 @@ class TensorDictBase(Declared):
         value = node._admit(item, key, non_blocking)
         if isinstance(value, TensorDictBase):
             node._refuse_cycle(value, key)
-        node._branch_off(way[:-1])._put(way[-1], value)
+        node._put(way[0], node._wrapped(way, value))
         return self
 
-    def _branch_off(self, way: Path) -> "TensorDictBase":
-        """Return the last branch of ``way`` below this node, making those that are not there."""
-        node: TensorDictBase = self
-        for step in way:
-            if step not in node._data:
-                node._put(step, node._like({}, node._batch_size, node._names))
-            node = node._data[step]
-        return node
+    def _wrapped(self, way: Path, value: Entry) -> Entry:
+        """Return a value in new branches like this node, one for each step but the first."""
+        for step in way[:0:-1]:
+            value = self._like({step: value}, self._batch_size, self._names)
+        return value
 
     def _refuse_cycle(self, value: "TensorDictBase", key: NestedKey) -> None:
         """Raise if this tree stands somewhere in ``value``, which is about to stand in it."""
@@ -322,7 +394,7 @@ class TensorDictBase(Declared):
     def _copies(self, key: NestedKey, target: Any, item: Any) -> list[tuple[Tensor, Tensor]]:
         """Return the pairs to ``copy_`` for an in-place write, after checking all of them."""
         if isinstance(target, TensorDictBase):
-            if not isinstance(item, Mapping | TensorDictBase):
+            if not isinstance(item, TREES):
                 raise TypeError(f"{key!r} is a branch; write a tree or a mapping into it")
             pairs = []
             above = as_path(key)
@@ -370,12 +442,7 @@ class TensorDictBase(Declared):
     def __contains__(self, key: object) -> bool:
         if type(key) is str:
             return key in self._data
-        node: Any = self
-        for step in as_path(cast(NestedKey, key)):
-            if not isinstance(node, TensorDictBase) or step not in node._data:
-                return False
-            node = node._data[step]
-        return True
+        return self.get(cast(NestedKey, key), _ABSENT) is not _ABSENT
 
     # -- copies by protocol ------------------------------------------------------------------
 
@@ -395,3 +462,4 @@ def entries_of(source: Mapping[Any, Any] | TensorDictBase) -> ItemsView[Any, Any
 
 
 _KINDS = (Tensor, TensorDictBase)
+TREES = (TensorDictBase, dict, Mapping)  # in the order of what a test against each costs

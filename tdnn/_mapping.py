@@ -91,7 +91,7 @@ class Entries(TensorDictBase):
         if isinstance(value, TensorDictBase) and not inside:
             home._refuse_cycle(value, new_key)
         source._drop(old[-1])
-        home._branch_off(way[:-1])._put(way[-1], value)
+        home._put(way[0], home._wrapped(way, value))
         return self
 
     # -- parts of the tree ---------------------------------------------------------------------

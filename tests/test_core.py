@@ -251,6 +251,12 @@ def test_set_makes_the_branches_on_the_way():
         assert (branch.batch_size, branch.device, branch.names) == ((3,), td.device, ["t"])
 
 
+def test_set_finds_branches_behind_inner_tuples():
+    td = TensorDict({"a": {"b": {"x": 1}}})
+    td.set((("a", "b"), "c"), torch.tensor(2)).set(("a", ("b", "d"), "e"), torch.tensor(3))
+    assert list(td.keys(True, True)) == [("a", "b", "x"), ("a", "b", "c"), ("a", "b", "d", "e")]
+
+
 def test_set_replaces_a_branch_by_a_leaf_but_goes_through_none():
     td = make()
     td["b"] = torch.zeros(())
