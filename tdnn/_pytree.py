@@ -22,13 +22,14 @@ from tdnn._keys import as_key
 __all__ = ["register"]
 
 Shape: TypeAlias = tuple[int, ...]
+Move: TypeAlias = tuple[int, int, Shape]  # where, how many dims came or went, and which came
 Pairs: TypeAlias = list[tuple[Shape, Shape]]  # of what stands in a node: its shape before and now
 
 
 class Layout:
     """What a node is besides its leaves; equal where the keys are, whatever the shapes."""
 
-    __slots__ = ("batch_size", "branches", "device", "keys", "kind", "names", "shapes")
+    __slots__ = ("batch_size", "branches", "device", "keys", "kind", "named", "names", "shapes")
 
     def __init__(self, node: TensorDictBase, branches: "dict[str, Layout]") -> None:
         self.kind: Any = node._kind
@@ -37,6 +38,7 @@ class Layout:
         self.names = node._names
         self.keys = tuple(node._data)
         self.branches = branches
+        self.named = node._names is not None or any([layout.named for layout in branches.values()])
         # Of a whole tree, the shapes of all its leaves; None for a leaf without one, as
         # transforms also pass trees of ints (in_dims).
         self.shapes: list[Shape | None] = []
@@ -108,8 +110,20 @@ def _unflatten(leaves: Iterable[Any], layout: Layout) -> TensorDictBase:
     if now == before or now.count(None) == len(now):
         return _built(layout, iter(values), None)
     first = before[0][:1] if before[0] else ()
-    if first and before == [None if shape is None else (*first, *shape) for shape in now]:
+    if (
+        first
+        and not layout.named
+        and before == [None if shape is None else (*first, *shape) for shape in now]
+    ):
         return _built(layout, iter(values), {})
+    pairs: Pairs = [
+        (tuple(old), tuple(new))
+        for old, new in zip(before, now, strict=True)
+        if old is not None and new is not None
+    ]
+    moves = _moves(pairs)
+    if moves:
+        return _moved_all(layout, iter(values), moves)
     return _put_together(layout, iter(values), iter(before))[0]
 
 
@@ -127,7 +141,8 @@ def _node(layout: Layout, data: dict[str, Any], size: torch.Size, names: Names) 
 def _built(
     layout: Layout, leaves: Iterator[Any], shorter: dict[torch.Size, torch.Size] | None
 ) -> TensorDictBase:
-    """Return a node whose leaves have the shapes they had, or (``shorter``) lost their first dim.
+    """Return a node whose leaves have the shapes they had, or (``shorter``) lost their first dim
+    (which had no name).
 
     ``shorter`` remembers the batch sizes that were cut, as most nodes have the same.
     """
@@ -139,18 +154,21 @@ def _built(
         }
     else:
         data = dict(zip(layout.keys, leaves, strict=False))  # the leaves go on elsewhere
-    size, names = layout.batch_size, layout.names
+    size = layout.batch_size
     if shorter is not None:
         if size not in shorter:
             shorter[size] = size[1:]
-        size, names = shorter[size], names and (names[1:] or None)
-    return _node(layout, data, size, names)
+        size = shorter[size]
+    return _node(layout, data, size, layout.names)
 
 
 def _put_together(
     layout: Layout, leaves: Iterator[Any], shapes: Iterator[Shape | None]
 ) -> tuple[TensorDictBase, bool]:
-    """Return a node, and whether anything below it has a shape to tell its batch size by."""
+    """Return a node, each by what is below it, as not all leaves changed in the same way.
+
+    Returns also whether anything below has a shape to tell the batch size by.
+    """
     data: dict[str, Any] = {}
     pairs: Pairs = []
     silent = []
@@ -169,26 +187,42 @@ def _put_together(
     changed = any([old != new for old, new in pairs])
     size, names = layout.batch_size, layout.names
     if changed:
-        size, names = _follow(size, names, pairs)
+        moves = _moves(pairs)
+        if moves:
+            size, names = _follow(size, names, moves)
+        else:
+            size, names = _shared(size, names, [new for _, new in pairs])
         for value in silent:
             value._adopt(size, names)
     return _node(layout, data, size, names), bool(pairs)
 
 
-def _follow(size: torch.Size, names: Names, pairs: Pairs) -> tuple[torch.Size, Names]:
-    """Return the batch size, and its names, for leaves whose shapes changed.
+def _moved_all(layout: Layout, leaves: Iterator[Any], moves: list[Move]) -> TensorDictBase:
+    """Return a node all of whose leaves changed in the same way."""
+    data = {
+        key: _moved_all(layout.branches[key], leaves, moves)
+        if key in layout.branches
+        else next(leaves)
+        for key in layout.keys
+    }
+    return _node(layout, data, *_follow(layout.batch_size, layout.names, moves))
 
-    All leaves are taken to have changed in one way: a dim taken off at one place, or dims put in
-    at one place. The first place that explains every leaf counts. If none does, the batch size
-    is the longest beginning that the old one and all the leaves share.
+
+def _moves(pairs: Pairs) -> list[Move]:
+    """Return the ways in which all shapes can have changed, the most likely first.
+
+    Either a dim was taken off, or dims were put in, at one place that is the same for all.
     """
     changes = {len(new) - len(old) for old, new in pairs}
     change = changes.pop() if len(changes) == 1 else 0
-    if change:
-        for at in range(max([len(old) for old, _ in pairs]) + 1):
-            if all([_explains(old, new, at, change) for old, new in pairs]):
-                return _moved(size, names, at, change, pairs[0][1])
-    return _shared(size, names, [new for _, new in pairs])
+    if not change:
+        return []
+    found: list[Move] = []
+    for at in range(max([len(old) for old, _ in pairs]) + 1):
+        put_in = {new[at : at + change] if change > 0 else () for _, new in pairs}
+        if len(put_in) == 1 and all([_explains(old, new, at, change) for old, new in pairs]):
+            found.append((at, change, put_in.pop()))
+    return found
 
 
 def _explains(old: Shape, new: Shape, at: int, change: int) -> bool:
@@ -198,13 +232,26 @@ def _explains(old: Shape, new: Shape, at: int, change: int) -> bool:
     return len(old) >= at - change and old[:at] + old[at - change :] == new
 
 
-def _moved(
-    size: torch.Size, names: Names, at: int, change: int, new: Shape
-) -> tuple[torch.Size, Names]:
-    """Return the batch size after the change at ``at``, if that is among the batch dims."""
+def _follow(size: torch.Size, names: Names, moves: list[Move]) -> tuple[torch.Size, Names]:
+    """Return the batch size and its names after the first of the moves.
+
+    Where equal sizes leave open which dim was taken off, a name that is in doubt is dropped.
+    """
+    after, called = _moved(size, names, moves[0])
+    for move in moves[1:]:
+        other, names_then = _moved(size, names, move)
+        if called is not None and other == after:
+            pairs = zip(called, names_then or (None,) * len(called), strict=True)
+            called = tuple([one if one == two else None for one, two in pairs])
+    return after, called if called and any(called) else None
+
+
+def _moved(size: torch.Size, names: Names, move: Move) -> tuple[torch.Size, Names]:
+    """Return the batch size after a change, if that is among the batch dims."""
+    at, change, put_in = move
     dims = tuple(size)
     if change > 0 and at <= len(dims):
-        dims = dims[:at] + new[at : at + change] + dims[at:]
+        dims = dims[:at] + put_in + dims[at:]
         names = names and (*names[:at], *[None] * change, *names[at:])
     elif change < 0 and at < len(dims):
         dims = dims[:at] + dims[at - change :]
@@ -213,6 +260,7 @@ def _moved(
 
 
 def _shared(size: torch.Size, names: Names, shapes: list[Shape]) -> tuple[torch.Size, Names]:
+    """Return the longest beginning that the old batch size and all the shapes share."""
     depth = len(size)
     while any([shape[:depth] != tuple(size[:depth]) for shape in shapes]):
         depth -= 1
