@@ -99,7 +99,7 @@ class Plan:
                                 visits.append((below, child))
                     else:
                         self.refuse()
-                    if branch._batch_size:
+                    if branch._batch_size and not isinstance(child, TensorDictBase):
                         raise batched(branch, key)
                     entered.append(child)
                 elif key in buffers:

@@ -155,7 +155,7 @@ class Swaps(TensorDictBase):
             (True, False)
         """
         _require_module(module)
-        if self._batch_size:
+        if self._batch_size and not isinstance(module, TensorDictBase):
             raise batched(self)
         exchange: Exchange
         if use_state_dict:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils import _pytree as pytree
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import as_key, listing
@@ -85,7 +86,7 @@ class EnsembleModule(TensorDictModuleBase):
             return super().__call__(*args, **kwargs)
         return self._members(args, kwargs)
 
-    @dispatch
+    @dispatch(auto_batch_size=False)
     def forward(self, tensordict: TensorDictBase) -> Any:
         """Return the tree that the module returns, with the members as a new first dim.
 
@@ -98,31 +99,44 @@ class EnsembleModule(TensorDictModuleBase):
         return self._members((tensordict,), {})
 
     def _members(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.expand_input:
-            self._check_first_dim(args, kwargs)
-        dim = None if self.expand_input else 0
-        run = torch.vmap(self._run, (0, dim, dim), randomness="different")
-        out, rebound = run(self.params_td, args, kwargs)
+        """Run all members, mapped over the tensors among the arguments or over none of them."""
+        values, spec = pytree.tree_flatten((args, kwargs))
+        dims = [0 if isinstance(value, Tensor) else None for value in values]
+        if self.expand_input:
+            dims = [None] * len(values)
+        else:
+            self._check_first_dim([value for value in values if isinstance(value, Tensor)])
+
+        def run(_: Tensor, weights: TensorDict, values: list[Any]) -> Any:
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            # Without a leaf, nothing tells an empty tree that its first dim is mapped over.
+            return self._run(weights if weights._data else TensorDict(), args, kwargs)
+
+        # The numbers of the members: a module may have no weights to map over.
+        numbers = torch.arange(self.num_copies)
+        mapped = torch.vmap(run, (0, 0, dims), randomness="different")
+        out, rebound = mapped(numbers, self.params_td, values)
         for path, value in rebound.items():
-            self.params_td.set(path, value)
+            self.params_td.set(path, nn.Buffer(value))
         return out
 
     def _run(self, weights: TensorDict, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Tensor]]:
-        """Run one member; return also the buffers that its forward rebound."""
+        """Run one member; return also the buffers that its forward rebound or filled."""
         shell = self._shell
-        before = dict(weights._leaves()) if next(shell.buffers(), None) is not None else {}
+        has_buffers = any([module._buffers for module in shell.modules()])
+        before = dict(weights._leaves()) if has_buffers else {}
         with weights.to_module(shell):
             out = shell(*args, **kwargs)
-        return out, {p: leaf for p, leaf in weights._leaves() if before and before[p] is not leaf}
+        after = weights._leaves() if has_buffers else []
+        return out, {path: leaf for path, leaf in after if before.get(path) is not leaf}
 
-    def _check_first_dim(self, args: Any, kwargs: Any) -> None:
-        for value in (*args, *kwargs.values()):
-            shape = getattr(value, "shape", None)
-            if shape is not None and (not shape or shape[0] != self.num_copies):
-                raise ValueError(
-                    f"without expand_input, the input has a first dim of {self.num_copies} "
-                    f"members; found shape {tuple(shape)}"
-                )
+    def _check_first_dim(self, tensors: list[Tensor]) -> None:
+        wrong = [tuple(t.shape) for t in tensors if t.shape[:1] != (self.num_copies,)]
+        if wrong:
+            raise ValueError(
+                f"without expand_input, the input has a first dim of {self.num_copies} "
+                f"members; found shapes {wrong}"
+            )
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode, also in the copy that runs."""

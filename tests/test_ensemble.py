@@ -1,0 +1,470 @@
+"""Members of an ensemble are what separate nets would be, in a loop."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from zoo import DTYPE, changed, make
+
+from tdnn import TensorDict, TensorDictParams
+from tdnn.nn import EnsembleModule, TensorDictModule, TensorDictSequential
+
+COPIES = 3
+
+# Kinds that torch can map over; RNNs and the fast path of attention it cannot, as of torch 2.14.
+KINDS = [
+    "linear",
+    "conv",
+    "bilinear",
+    "batch norm",
+    "instance norm",
+    "group norm",
+    "layer norm",
+    "prelu",
+    "rnn cell",
+    "embedding",
+    "lists and dicts",
+    "tied",
+    "two names",
+    "sparse",
+    "wrapped",
+    "attention",
+    "weight norm",
+    "spectral norm",
+    "caching",
+    "recording",
+]
+BOTH = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+
+def draw(module):
+    """Set all weights, whatever the module."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+        for module_ in module.modules():
+            if "cached" in module_.__dict__:
+                module_.weight = module_.weight
+
+
+def nets_of(ensemble, net):
+    """Separate nets that hold the weights of the members."""
+    nets = []
+    for n in range(ensemble.num_copies):
+        nets.append(copy.deepcopy(net))
+        weights = ensemble.params_td[n]
+        weights = weights.apply(lambda leaf: leaf.detach().clone())
+        weights.to_module(nets[-1], inplace=True)
+        nets[-1].train(net.training)
+    return nets
+
+
+def wrapped(net):
+    return TensorDictModule(net, in_keys=["x"], out_keys=["y"])
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(DTYPE)
+
+
+# -- equal to a loop ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@BOTH
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:An output with one or")
+def test_members_are_separate_nets_in_a_loop(kind, training):
+    net, x = make(kind, training)
+    net = changed(net)
+    if kind == "spectral norm" and training:
+        pytest.skip("torch cannot map its power iteration, which writes in place")
+    ensemble = EnsembleModule(net, COPIES, parameter_init_function=draw)
+    nets = nets_of(ensemble, net)
+
+    found = ensemble(x)
+    wanted = torch.stack([net(x) for net in nets])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    if kind == "attention" and not training:
+        return  # torch's fast path has no gradient when it is mapped, as of torch 2.14
+    found.pow(2).sum().backward()
+    wanted.pow(2).sum().backward()
+    stacked = TensorDict.from_modules(*nets)
+    assert ensemble.params_td.keys(True, True) == stacked.keys(True, True)
+    for key, leaf in ensemble.params_td.items(True, True):
+        torch.testing.assert_close(leaf, stacked[key], rtol=1e-6, atol=1e-6)
+        one_of_each = [TensorDict.from_module(net)[key] for net in nets]
+        if one_of_each[0].grad is not None:
+            grads = torch.stack([leaf.grad for leaf in one_of_each])
+            torch.testing.assert_close(leaf.grad, grads, rtol=1e-6, atol=1e-6)
+        else:
+            assert leaf.grad is None
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_members_train_as_separate_nets_do(optimizer):
+    net, x = mlp(), torch.randn(5, 4, dtype=DTYPE)
+    ensemble = EnsembleModule(net, COPIES)
+    nets = nets_of(ensemble, net)
+    mine = optimizer(ensemble.parameters(), lr=0.05)
+    theirs = [optimizer(net.parameters(), lr=0.05) for net in nets]
+    for _ in range(3):
+        mine.zero_grad()
+        ensemble(x).pow(2).mean((1, 2)).sum().backward()
+        mine.step()
+        for net, step in zip(nets, theirs, strict=True):
+            step.zero_grad()
+            net(x).pow(2).mean().backward()
+            step.step()
+    torch.testing.assert_close(ensemble(x), torch.stack([net(x) for net in nets]))
+
+
+def test_each_member_keeps_its_own_statistics():
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(DTYPE)
+    ensemble = EnsembleModule(net, COPIES)
+    nets = nets_of(ensemble, net)
+    for _ in range(3):
+        x = torch.randn(6, 4, dtype=DTYPE)
+        torch.testing.assert_close(ensemble(x), torch.stack([net(x) for net in nets]))
+    for n, one in enumerate(nets):
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(ensemble.params_td["1", name][n], one[1].get_buffer(name))
+    assert ensemble.params_td["1", "num_batches_tracked"].tolist() == [3] * COPIES
+    ensemble.eval()
+    [net.eval() for net in nets]
+    torch.testing.assert_close(ensemble(x), torch.stack([net(x) for net in nets]))
+    assert ensemble.params_td["1", "num_batches_tracked"].tolist() == [3] * COPIES
+
+
+class Rebinding(nn.Module):
+    """Its buffers are rebound, filled when they are None, and dropped."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("sum", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        y = x * self.weight
+        self.sum = self.sum + y.detach().sum()
+        self.last = y.detach() if self.last is None else self.last + y.detach()
+        return y
+
+
+def test_buffers_that_the_forward_rebinds_are_each_members_own():
+    ensemble = EnsembleModule(Rebinding(), COPIES, parameter_init_function=draw)
+    x = torch.randn(4)
+    params = ensemble.params_td
+    for n in range(1, 3):
+        ensemble(x)
+        torch.testing.assert_close(params["sum"], n * (params["weight"].detach() * x).sum(1))
+        torch.testing.assert_close(params["last"], n * params["weight"].detach() * x)
+    assert set(dict(ensemble.named_buffers())) == {"params_td.sum", "params_td.last"}
+    assert not params["sum"].requires_grad
+
+
+# -- how members begin -------------------------------------------------------------------------
+
+
+def test_members_begin_apart_each_with_the_distribution_of_its_layer():
+    net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.MultiheadAttention(64, 2))
+    params = EnsembleModule(net, COPIES).params_td
+    for key in [("0", "weight"), ("0", "bias"), ("2", "in_proj_weight")]:
+        one, two, three = params[key]
+        assert not torch.equal(one, two)
+        assert not torch.equal(two, three)
+    assert (params["1", "weight"] == 1).all()
+    assert params["0", "weight"].abs().max() <= 1 / 8
+    assert params["0", "weight"].std().item() == pytest.approx(1 / 8 / 3**0.5, rel=0.05)
+
+
+def test_the_module_itself_is_not_changed():
+    net = mlp()
+    held = [p.clone() for p in net.parameters()]
+    EnsembleModule(net, COPIES)(torch.randn(2, 4, dtype=DTYPE)).sum().backward()
+    assert all(map(torch.equal, net.parameters(), held))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_one_member_needs_no_reset():
+    net = Rebinding()
+    assert torch.equal(EnsembleModule(net, 1).params_td["weight"][0], net.weight)
+
+
+def test_weights_that_no_reset_reaches_are_refused_and_named():
+    net = nn.Sequential(nn.Linear(4, 4), Rebinding())
+    with pytest.raises(
+        ValueError,
+        match=r"no reset_parameters\(\) of Sequential reaches \[\('1', 'weight'\)\], so all "
+        "members would start alike; pass parameter_init_function=",
+    ):
+        EnsembleModule(net, COPIES)
+    EnsembleModule(net, COPIES, parameter_init_function=draw)
+    with torch.no_grad():
+        net[1].weight.fill_(1)  # a constant is a fine beginning
+    EnsembleModule(net, COPIES)
+
+
+def test_the_init_function_sets_each_member():
+    values = iter([1.0, 2.0, 3.0])
+
+    def init(module):
+        nn.init.constant_(module.weight, next(values))
+
+    params = EnsembleModule(nn.Linear(2, 2), 3, parameter_init_function=init).params_td
+    assert params["weight"][:, 0, 0].tolist() == [1, 2, 3]
+
+
+def test_ties_flags_and_dtypes_are_kept():
+    net, _ = make("tied")
+    net.first.bias.requires_grad_(False)
+    params = EnsembleModule(net, COPIES).params_td
+    assert params["first", "weight"] is params["second", "weight"]
+    assert not params["first", "bias"].requires_grad
+    assert params["first", "weight"].dtype == DTYPE
+    assert len(list(params.parameters())) == 2
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_an_ensemble_has_at_least_one_member(number):
+    with pytest.raises(ValueError, match=f"an ensemble has at least 1 member, not {number}"):
+        EnsembleModule(nn.Linear(2, 2), number)
+
+
+def test_only_a_module_can_have_copies():
+    with pytest.raises(TypeError, match=r"EnsembleModule takes an nn\.Module, not function"):
+        EnsembleModule(lambda x: x, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_module_that_is_not_initialised_cannot_be_stacked():
+    with pytest.raises(ValueError, match="cannot stack 'weight': it is not initialised; run the"):
+        EnsembleModule(nn.LazyLinear(2), 2)
+
+
+# -- inputs and outputs ------------------------------------------------------------------------
+
+
+def test_randomness_differs_by_member():
+    ensemble = EnsembleModule(nn.Dropout(0.5), COPIES)
+    one, two, three = ensemble(torch.ones(1000))
+    assert not torch.equal(one, two)
+    assert not torch.equal(two, three)
+    assert (one == 0).float().mean().item() == pytest.approx(0.5, abs=0.1)
+    ensemble.eval()
+    assert (ensemble(torch.ones(1000)) == 1).all()
+
+
+def test_train_and_eval_reach_what_runs():
+    owner = nn.Sequential(EnsembleModule(wrapped(nn.Sequential(nn.Dropout(0.5))), 2))
+    td = TensorDict({"x": torch.ones(100)}, [100])
+    owner.eval()
+    assert (owner(td.copy())["y"] == 1).all()
+    owner.train()
+    assert (owner(td.copy())["y"] != 1).all()
+    assert owner.training
+    assert owner[0].params_td.training
+
+
+def test_a_tree_gets_the_members_as_its_first_dim():
+    ensemble = EnsembleModule(wrapped(mlp()), COPIES)
+    x = torch.randn(5, 4, dtype=DTYPE)
+    td = TensorDict({"x": x, "more": {"z": torch.ones(5)}}, [5])
+    out = ensemble(td)
+    assert out.batch_size == (COPIES, 5)
+    assert out["x"].shape == (COPIES, 5, 4)
+    assert out["more", "z"].shape == (COPIES, 5)
+    assert out["more"].batch_size == (COPIES, 5)
+    assert td.batch_size == (5,)
+    nets = nets_of(ensemble, wrapped(mlp()))
+    torch.testing.assert_close(out["y"], torch.stack([net(td.copy())["y"] for net in nets]))
+
+
+def test_dispatch_takes_tensors():
+    ensemble = EnsembleModule(wrapped(mlp()), COPIES)
+    x = torch.randn(5, 4, dtype=DTYPE)
+    found = ensemble(x=x)
+    assert found.shape == (COPIES, 5, 2)
+    assert torch.equal(found, ensemble(x))
+    assert ensemble.in_keys == ["x"]
+    assert ensemble.out_keys == ["y"]
+
+
+def test_a_plain_module_takes_and_returns_what_it_takes_and_returns():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, *, scale, flag=False, pair=None):
+            y = self.layer(x) * scale
+            return {"y": y, "pair": pair[0] + y} if flag else y
+
+    ensemble = EnsembleModule(Both(), COPIES)
+    x = torch.randn(2, 4)
+    plain = ensemble(x, scale=2.0)
+    assert plain.shape == (COPIES, 2, 4)
+    out = ensemble(x, scale=torch.tensor(2.0), flag=True, pair=(x, None))
+    assert torch.equal(out["y"], plain)
+    torch.testing.assert_close(out["pair"], plain + x)
+    # One part for each member, beside what is no tensor.
+    chained = EnsembleModule(Both(), COPIES, expand_input=False)
+    parts = torch.randn(COPIES, 2, 4)
+    out = chained(parts, scale=2.0, flag=True, pair=(parts, None))
+    for n, net in enumerate(nets_of(chained, Both())):
+        torch.testing.assert_close(out["y"][n], net(parts[n], scale=2.0))
+
+
+def test_ensembles_chain_member_by_member():
+    first, second = (nn.Linear(4, 3), nn.Linear(3, 2))
+    one = EnsembleModule(TensorDictModule(first, ["x"], ["hidden"]), COPIES)
+    two = EnsembleModule(TensorDictModule(second, ["hidden"], ["y"]), COPIES, expand_input=False)
+    x = torch.randn(5, 4)
+    out = TensorDictSequential(one, two)(TensorDict({"x": x}, [5]))
+    assert out.batch_size == (COPIES, 5)
+    firsts = nets_of(one, TensorDictModule(first, ["x"], ["hidden"]))
+    seconds = nets_of(two, TensorDictModule(second, ["hidden"], ["y"]))
+    for n in range(COPIES):
+        torch.testing.assert_close(out["y"][n], seconds[n].module(firsts[n].module(x)))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (), (1, 5, 4)])
+def test_parts_must_be_as_many_as_members(shape):
+    ensemble = EnsembleModule(nn.Linear(4, 2), COPIES, expand_input=False)
+    with pytest.raises(
+        ValueError, match="without expand_input, the input has a first dim of 3 members"
+    ):
+        ensemble(torch.randn(shape))
+
+
+def test_an_error_in_a_member_leaves_the_ensemble_whole():
+    ensemble = EnsembleModule(mlp(), COPIES)
+    own = dict(ensemble.params_td.items(True, True))
+    x = torch.randn(2, 4, dtype=DTYPE)
+    wanted = ensemble(x)
+    with pytest.raises(RuntimeError):
+        ensemble(torch.randn(2, 7, dtype=DTYPE))
+    assert all(ensemble.params_td[key] is leaf for key, leaf in own.items())
+    assert torch.equal(ensemble(x), wanted)
+
+
+def test_ensembles_nest():
+    inner = EnsembleModule(nn.Linear(4, 2), 2)
+    outer = EnsembleModule(inner, COPIES, parameter_init_function=draw)
+    x = torch.randn(5, 4)
+    found = outer(x)
+    assert found.shape == (COPIES, 2, 5, 2)
+    weight, bias = outer.params_td["params_td", "weight"], outer.params_td["params_td", "bias"]
+    wanted = torch.einsum("mnij,bj->mnbi", weight, x) + bias.unsqueeze(2)
+    torch.testing.assert_close(found, wanted)
+
+
+# -- an nn.Module like others ------------------------------------------------------------------
+
+
+def storages(module):
+    """The bytes of every memory that can be reached from a module, each counted once."""
+    found, todo, seen = {}, [module], set()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, type):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            if item.device.type != "meta":
+                storage = item.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+            continue
+        if isinstance(item, dict | list | tuple | set | nn.Module):
+            todo += gc.get_referents(item)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("kind", ["linear", "batch norm", "tied", "weight norm", "lstm", "sparse"])
+def test_weights_are_held_once(kind):
+    net, _ = make(kind)
+    ensemble = EnsembleModule(net, COPIES, parameter_init_function=draw)
+    tensors = {*net.parameters(), *net.buffers()}
+    assert storages(net) == sum(t.nbytes for t in tensors)
+    assert storages(ensemble) == COPIES * storages(net)
+
+
+def test_the_parameters_are_the_stacked_ones_and_no_others():
+    ensemble = EnsembleModule(wrapped(mlp()), COPIES)
+    assert isinstance(ensemble.params_td, TensorDictParams)
+    assert [id(p) for p in ensemble.parameters()] == [
+        id(leaf) for leaf in ensemble.params_td.values(True, True)
+    ]
+    assert all(p.shape[0] == COPIES and p.is_leaf for p in ensemble.parameters())
+    assert all(name.startswith("params_td.") for name in ensemble.state_dict())
+
+
+def batch_normed():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).to(DTYPE)
+
+
+def test_a_state_dict_makes_a_new_ensemble_the_same():
+    one, two = (EnsembleModule(wrapped(batch_normed()), COPIES) for _ in range(2))
+    td = TensorDict({"x": torch.randn(5, 4, dtype=DTYPE)}, [5])
+    one(td.copy())
+    report = two.load_state_dict(one.state_dict())
+    assert not report.missing_keys
+    assert not report.unexpected_keys
+    assert torch.equal(one.eval()(td.copy())["y"], two.eval()(td.copy())["y"])
+
+
+def through_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def through_file(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, through_pickle, through_file])
+@pytest.mark.parametrize("kind", ["linear", "batch norm", "tied", "sparse"])
+def test_copies_run_alike_and_on_their_own(make_copy, kind):
+    net, x = make(kind, training=False)
+    one = EnsembleModule(net, COPIES, parameter_init_function=draw)
+    two = make_copy(one)
+    assert torch.equal(one(x), two(x))
+    assert {id(t) for t in one.state_dict(keep_vars=True).values()}.isdisjoint(
+        {id(t) for t in two.state_dict(keep_vars=True).values()}
+    )
+    with torch.no_grad():
+        [p.zero_() for p in two.parameters()]
+    assert any(p.any() for p in one.parameters())
+    assert storages(two) == storages(one)
+
+
+def test_casts_reach_the_weights_and_the_members_run_on_them():
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    ensemble = EnsembleModule(net, COPIES).double()
+    out = ensemble(torch.randn(5, 4, dtype=torch.float64))
+    assert out.dtype == torch.float64
+    assert ensemble.params_td["1", "num_batches_tracked"].dtype == torch.int64
+    ensemble.to(torch.bfloat16)
+    assert ensemble(torch.randn(5, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    ensemble.to("meta")
+    assert ensemble(torch.randn(5, 4, dtype=torch.bfloat16, device="meta")).device.type == "meta"
+
+
+def test_freezing_reaches_the_weights():
+    ensemble = EnsembleModule(mlp(), COPIES).requires_grad_(False)
+    assert not ensemble(torch.randn(2, 4, dtype=DTYPE)).requires_grad
+
+
+def test_weights_of_an_ensemble_can_be_swapped():
+    net = mlp()
+    one, two = EnsembleModule(net, COPIES), EnsembleModule(net, COPIES)
+    x = torch.randn(2, 4, dtype=DTYPE)
+    with TensorDict({"params_td": dict(two.params_td.items())}).to_module(one):
+        assert torch.equal(one(x), two(x))
+    assert not torch.equal(one(x), two(x))
