@@ -381,6 +381,9 @@ def _hand_over(
     Branches on the way are like those of the tree, if they have the same place in it.
     """
     there = part.get(new)
+    if old == new and isinstance(there, TensorDictBase) and isinstance(value, TensorDictBase):
+        cast(Any, there).update(value)  # a part of the branch was taken by a key before
+        return
     if there is not None and not (isinstance(there, TensorDictBase) and there.is_empty()):
         raise KeyConflictError(f"cannot split off {as_key(old)!r} as {as_key(new)!r}, taken twice")
     if old == new:

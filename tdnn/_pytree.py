@@ -38,7 +38,9 @@ class Layout:
         self.names = node._names
         self.keys = tuple(node._data)
         self.branches = branches
-        self.named = node._names is not None or any([layout.named for layout in branches.values()])
+        self.named: bool = node._names is not None or any(
+            [layout.named for layout in branches.values()]
+        )
         # Of a whole tree, the shapes of all its leaves; None for a leaf without one, as
         # transforms also pass trees of ints (in_dims).
         self.shapes: list[Shape | None] = []

@@ -416,6 +416,13 @@ def test_split_keys_can_keep_the_structure_in_every_part():
     assert rest.to_dict() == {"a": 1, "b": {"c": 2, "d": {}}, "f": {}}
 
 
+@pytest.mark.parametrize("reproduce_struct", [False, True])
+def test_split_keys_takes_a_branch_after_a_part_of_it(reproduce_struct):
+    one, rest = make().split_keys([("b", "d", "e"), "b"], reproduce_struct=reproduce_struct)
+    assert one["b"].to_dict() == {"d": {"e": 3}, "c": 2}
+    assert "b" not in rest
+
+
 def test_split_keys_keeps_the_further_dims_of_branches():
     td = TensorDict({"a": TensorDict({"x": torch.zeros(3, 2), "y": torch.zeros(3, 2)}, [3, 2])}, 3)
     one, rest = td.split_keys([("a", "x")])
