@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 from tdnn._core import TensorDictBase, locked
 from tdnn._declared import as_device, as_size
-from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn._keys import NestedKey, Path, as_key, as_path, listing, unravel_key
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Entries"]
@@ -113,10 +114,9 @@ class Entries(TensorDictBase):
             >>> list(td.select("a", ("b", "d")).keys(True, True))
             ['a', ('b', 'd')]
         """
-        paths = [as_path(key) for key in keys]
         if strict:
-            self._require(paths)
-        wanted = _as_spec(paths)
+            self._require(keys)
+        wanted = _as_spec(keys)
         if not inplace:
             return cast(Self, _picked(self, wanted))
         refills: Refills = []
@@ -139,7 +139,7 @@ class Entries(TensorDictBase):
             >>> list(td.exclude("a", ("b", "d")).keys(True, True))
             [('b', 'c')]
         """
-        unwanted = _as_spec([as_path(key) for key in keys])
+        unwanted = _as_spec(keys)
         if not inplace:
             return cast(Self, _without(self, unwanted))
         refills: Refills = []
@@ -275,26 +275,32 @@ class Entries(TensorDictBase):
 
     # -- helpers -------------------------------------------------------------------------------
 
-    def _require(self, paths: Sequence[Path]) -> None:
-        missing = [path for path in paths if path not in self]
+    def _require(self, keys: Sequence[NestedKey]) -> None:
+        missing = [key for key in keys if key not in self]
         if len(missing) == 1:
-            self._entry(missing[0])
+            self._entry(as_path(missing[0]))
         elif missing:
             raise MissingKeyError(
-                f"not in the {type(self).__name__}: {listing(map(as_key, missing))}; "
+                f"not in the {type(self).__name__}: {listing(map(unravel_key, missing))}; "
                 f"it has {listing(self._data)}"
             )
 
 
-def _as_spec(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return nested dicts with the steps of ``paths``; an empty dict means all below."""
+def _as_spec(keys: Sequence[NestedKey]) -> dict[str, Any]:
+    """Return nested dicts with the steps of ``keys``; None means all below."""
     spec: dict[str, Any] = {}
-    for path in sorted(paths, key=len):
-        at: dict[str, Any] | None = spec
-        for depth, step in enumerate(path):
+    for key in keys:
+        if type(key) is str:  # Hot (test_select): no path, no walk.
+            spec[key] = None
+            continue
+        path = as_path(key)
+        at: Any = spec
+        for step in path[:-1]:
+            at = at.setdefault(step, {})
             if at is None:
                 break  # a shorter path took the whole branch
-            at = at.setdefault(step, {} if depth < len(path) - 1 else None)
+        else:
+            at[path[-1]] = None
     return spec
 
 
@@ -302,7 +308,7 @@ def _picked(node: TensorDictBase, wanted: dict[str, Any]) -> Any:
     data = {}
     for key, value in node._data.items():
         if key in wanted:
-            if not isinstance(value, TensorDictBase):
+            if type(value) is Tensor or not isinstance(value, TensorDictBase):
                 if not wanted[key]:
                     data[key] = value
             elif wanted[key]:
@@ -352,7 +358,7 @@ def _refill_all(refills: Refills, action: str) -> None:
 def _without(node: TensorDictBase, unwanted: dict[str, Any]) -> Any:
     data = {}
     for key, value in node._data.items():
-        if not isinstance(value, TensorDictBase):
+        if type(value) is Tensor or not isinstance(value, TensorDictBase):
             if key not in unwanted or unwanted[key]:
                 data[key] = value
         elif key not in unwanted:

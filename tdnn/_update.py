@@ -111,10 +111,12 @@ class _Update:
 
     def add(self, node: TensorDictBase, entries: Any, above: Path) -> None:
         """Plan the writes of ``(key, value)`` pairs below ``node``."""
+        plain = not self._inplace and not self._clone
+        puts = self._puts
         for key, value in entries:
-            # Hot (test_update): a new tensor under a plain key.
-            if type(key) is str and type(value) is Tensor and not self._inplace:
-                self._add_put(node, (key,), value, above)
+            # Hot (test_update): a tensor under a plain key that can be held as it is.
+            if plain and type(value) is Tensor and type(key) is str and node._takes(value):
+                puts[above + (key,)] = node, key, value  # noqa: RUF005  # a joined tuple is quicker
                 continue
             path = as_path(key)
             home, way = node._home(path)
@@ -156,9 +158,7 @@ class _Update:
             value = value._shallow_copy()
         if self._clone:
             value = cast(Any, value).clone()
-        for step in way[:0:-1]:
-            value = home._like({step: value}, home._batch_size, home._names)
-        self._puts[place] = (home, way[0], value)
+        self._puts[place] = (home, way[0], home._wrapped(way, value))
 
     def commit(self) -> None:
         for home, key, value in self._puts.values():

@@ -1,6 +1,7 @@
 """The keys, items and values of a tree, at one level or at all of them."""
 
 from collections.abc import Iterator, Set
+from itertools import chain
 from typing import Any, cast
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from tdnn._core import IsLeaf, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_path
 
 __all__ = ["Views"]
+
+_ABSENT: Any = object()
 
 
 class Views(TensorDictBase):
@@ -94,9 +97,13 @@ class Views(TensorDictBase):
 
 
 class NestedKeys(Set[NestedKey]):
-    """The keys of a tree at every depth; follows the tree, and compares like a set."""
+    """The keys of a tree at every depth; follows the tree, and compares like a set.
 
-    __slots__ = ("_is_leaf", "_leaves_only", "_node", "_sort")
+    Hot (test_keys_nested): ``list(view)`` asks for the iterator, then for the length, then for
+    the first key. The iterator walks over the tree only then, if no length was asked for before.
+    """
+
+    __slots__ = ("_found", "_is_leaf", "_leaves_only", "_node", "_sort")
 
     def __init__(
         self, node: TensorDictBase, leaves_only: bool, is_leaf: IsLeaf | None, sort: bool
@@ -105,11 +112,25 @@ class NestedKeys(Set[NestedKey]):
         self._leaves_only = leaves_only
         self._is_leaf = is_leaf
         self._sort = sort
+        self._found: list[Any] | None = None
 
     def __iter__(self) -> Iterator[NestedKey]:
+        self._found = None
+        return chain.from_iterable(map(NestedKeys._given, (self,)))
+
+    def __len__(self) -> int:
+        self._found = found = self._walk()
+        return len(found)
+
+    def _given(self) -> list[Any]:
+        """Return the keys that a length was taken of since the iterator was made, or walk."""
+        found, self._found = self._found, None
+        return self._walk() if found is None else found
+
+    def _walk(self) -> list[Any]:
         if self._sort or self._is_leaf is not None:
             found = _nested(self._node, self._leaves_only, self._is_leaf, self._sort)
-            return iter([key for key, _ in found])
+            return [key for key, _ in found]
         keys: list[Any] = []
         for key, value in self._node._data.items():
             if type(value) is not Tensor and isinstance(value, TensorDictBase):
@@ -117,20 +138,15 @@ class NestedKeys(Set[NestedKey]):
                 if self._leaves_only:
                     continue
             keys.append(key)
-        return iter(keys)
-
-    def __len__(self) -> int:
-        if self._is_leaf is not None:
-            return len(_nested(self._node, self._leaves_only, self._is_leaf, False))
-        return _count(self._node._data, self._leaves_only)
+        return keys
 
     def __contains__(self, key: object) -> bool:
         if self._is_leaf is not None:
             return key in list(self)
-        if key not in self._node:
-            return False
-        found = self._node.get(cast(NestedKey, key))
-        return not (self._leaves_only and isinstance(found, TensorDictBase))
+        found = self._node.get(cast(NestedKey, key), _ABSENT)
+        return found is not _ABSENT and not (
+            self._leaves_only and isinstance(found, TensorDictBase)
+        )
 
     def __repr__(self) -> str:
         return f"NestedKeys({list(self)})"
@@ -186,14 +202,6 @@ def _add_keys(data: dict[str, Any], prefix: Path, keys: list[Any], leaves_only: 
             if leaves_only:
                 continue
         keys.append(path)
-
-
-def _count(data: dict[str, Any], leaves_only: bool) -> int:
-    count = len(data)
-    for value in data.values():
-        if type(value) is not Tensor and isinstance(value, TensorDictBase):
-            count += _count(value._data, leaves_only) - leaves_only
-    return count
 
 
 def _add_values(data: dict[str, Any], found: list[Any], leaves_only: bool) -> None:
