@@ -235,6 +235,7 @@ class _Run:
 
     def write(self, node: TensorDictBase, others: tuple[Any, ...]) -> None:
         """Copy the results into the leaves of ``node``, once all of them are known and fit."""
+        node._refuse_lost_writes()
         pairs: list[tuple[Any, Any]] = []
         self._gather(node, others, (), pairs)
         for leaf, value in pairs:

@@ -75,6 +75,7 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
 
     Everything is checked before the first leaf is written.
     """
+    tree._refuse_lost_writes()
     columns, sizes = columns_of(tree, others, Tensor.size)
     leaves = columns[0]
     if sizes is not None:

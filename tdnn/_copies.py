@@ -82,6 +82,7 @@ class Copies(TensorDictBase):
             >>> td["w"].requires_grad, td["step"].requires_grad
             (True, False)
         """
+        self._refuse_lost_writes()
         for _, leaf in self._leaves():
             if leaf.is_floating_point() or leaf.is_complex():
                 leaf.requires_grad_(requires_grad)
@@ -94,6 +95,7 @@ class Copies(TensorDictBase):
             >>> TensorDict({"a": torch.ones(2)}).zero_()["a"]
             tensor([0., 0.])
         """
+        self._refuse_lost_writes()
         for _, leaf in self._leaves():
             leaf.zero_()
         return self
@@ -110,6 +112,7 @@ class Copies(TensorDictBase):
             >>> td.zero_grad()["w"].grad is None
             True
         """
+        self._refuse_lost_writes()
         for _, leaf in self._leaves():
             if set_to_none:
                 leaf.grad = None

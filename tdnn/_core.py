@@ -197,6 +197,12 @@ class TensorDictBase(Declared):
             raise self._astray(path) from None
         return node  # type: ignore[no-any-return]  # a cast would take as long as two steps
 
+    def _target(self, path: Path) -> Entry:
+        """Return what is at ``path``, to be written in place."""
+        found = self._entry(path)
+        self._home(path)[0]._refuse_lost_write()
+        return found
+
     def _astray(self, path: Path) -> MissingKeyError:
         """Return the error for a path that leads to no entry."""
         node: Any = self
@@ -387,7 +393,7 @@ class TensorDictBase(Declared):
             >>> td.set_("a", torch.ones(3))["a"]
             tensor([1., 1., 1.])
         """
-        for leaf, value in self._copies(key, self._entry(as_path(key)), item):
+        for leaf, value in self._copies(key, self._target(as_path(key)), item):
             leaf.copy_(value, non_blocking=non_blocking)
         return self
 
@@ -400,7 +406,7 @@ class TensorDictBase(Declared):
             above = as_path(key)
             for name, value in entries_of(item):
                 path = as_path(name)
-                pairs += self._copies((*above, *path), target._entry(path), value)
+                pairs += self._copies((*above, *path), target._target(path), value)
             return pairs
         value = item if isinstance(item, Tensor) else self._convert(item, key)
         if not isinstance(value, Tensor):

@@ -150,6 +150,7 @@ class Indexing(TensorDictBase):
 
     def _write_value(self, parts: list[Part], value: Any) -> None:
         """Write a number or a tensor to every leaf."""
+        self._refuse_lost_writes()
         leaves = [leaf for _, leaf in self._leaves()]
         place = tuple(parts)
         if isinstance(value, Tensor):
@@ -272,7 +273,7 @@ class Indexing(TensorDictBase):
             >>> td.set_at_("a", 1, slice(1, None))["a"]
             tensor([0., 1., 1.])
         """
-        entry: Any = self._entry(as_path(key))
+        entry: Any = self._target(as_path(key))
         if not isinstance(entry, TensorDictBase):
             value = _as_value(value)
             if isinstance(value, Tensor):
@@ -397,6 +398,7 @@ def _pair(
     mine: TensorDictBase, theirs: TensorDictBase, leaves: list[Tensor], values: list[Tensor]
 ) -> bool:
     """Collect the leaves and the values for them; return whether all keys have a partner."""
+    mine._refuse_lost_write()
     given = theirs._data
     if len(given) != len(mine._data):
         return False

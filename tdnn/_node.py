@@ -117,6 +117,16 @@ class Node:
             else:
                 value._collect(path, found, is_leaf)
 
+    def _refuse_lost_write(self) -> None:
+        """Raise if entries are made anew when they are read: a write into one would be lost."""
+
+    def _refuse_lost_writes(self) -> None:
+        """Raise if that is so here or in a branch below; called before all leaves are written."""
+        self._refuse_lost_write()
+        for value in self._data.values():
+            if type(value) is not Tensor and isinstance(value, Node):
+                value._refuse_lost_writes()
+
     def _branches(self) -> Iterator[Any]:
         """Yield the branches directly below this node."""
         for value in self._data.values():

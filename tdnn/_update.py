@@ -90,7 +90,7 @@ class Updates(TensorDictBase):
         pairs = []
         for entries in (_chosen(source, keys_to_update), kwargs.items()):
             for key, value in entries:
-                pairs += self._copies(key, self._entry(as_path(key)), value)
+                pairs += self._copies(key, self._target(as_path(key)), value)
         for leaf, value in pairs:
             leaf.copy_(value, non_blocking=non_blocking)
         return self
@@ -124,6 +124,7 @@ class _Update:
             if isinstance(mine, TensorDictBase) and self._merges(value):
                 self.add(mine, entries_of(value), above + path)
             elif self._inplace and mine is not None:
+                home._refuse_lost_write()
                 self._copies += home._copies(as_key(above + path), mine, value)
             else:
                 self._add_put(home, way, value, above + path[: -len(way)])

@@ -24,7 +24,7 @@ class LazyStackedTensorDict(TensorDict):
 
     Raises:
         ValueError: there are no trees, or their batch sizes differ.
-        LockedError: an entry is set or deleted.
+        LockedError: (on writing) an entry would be set or deleted, or a leaf written in place.
 
     Example:
         >>> rows = [TensorDict({"x": torch.zeros(3)}) for _ in range(2)]
@@ -69,6 +69,12 @@ class LazyStackedTensorDict(TensorDict):
         if len(shapes) > 1:
             raise ValueError(f"cannot stack {key!r}: the members have shapes {listing(shapes)}")
         return torch.stack(entries)
+
+    def _refuse_lost_write(self) -> None:
+        raise LockedError(
+            "a lazy stack has no memory of its own to write to; change its members "
+            "(.tensordicts), or clone() it first"
+        )
 
     def _hold(self, holder: Any) -> None:
         """Nothing: it is always locked."""
