@@ -27,6 +27,7 @@ from tdnn._dims import (
     outline,
     row_positions,
     sliced,
+    with_rows,
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn.errors import MissingKeyError
@@ -86,7 +87,7 @@ class Indexing(TensorDictBase):
                 return self._take(index, size[1:], names)
         elif kind is slice:
             if size:
-                size = torch.Size((sliced(index, size[0]), *size[1:]))
+                size = with_rows(size, sliced(index, size[0]))
                 return self._take(index, size, names)
         elif kind is tuple and names is None:
             basic = basic_outline(index, size)
@@ -95,7 +96,7 @@ class Indexing(TensorDictBase):
         elif kind is list or kind is range:
             rows = row_positions(index, size, self._device)
             if rows is not None:
-                size = torch.Size((len(index), *size[1:]))
+                size = with_rows(size, len(index))
                 return self._rebuild(partial(_pick_rows, rows, rows.device), size, names)
         if _is_key(index):
             return self._entry(as_path(index))
@@ -137,7 +138,8 @@ class Indexing(TensorDictBase):
             >>> td["a"], td["b", "c"]
             (tensor([7., 1., 1.]), tensor([7., 2., 2.]))
         """
-        if type(index) is str or _is_key(index):
+        kind = type(index)
+        if kind is str or (kind is not int and kind is not slice and _is_key(index)):
             self.set(index, value)
             return
         if isinstance(value, TensorDictBase):
@@ -193,9 +195,11 @@ class Indexing(TensorDictBase):
         source: TensorDictBase,
     ) -> None:
         """Copy values into views of the leaves: copy_ converts dtypes and devices."""
-        shapes = [view.shape for view in views]
-        if shapes != [value.shape for value in values]:
-            values = self._fit_all(shapes, leaves, values, len(source._batch_size))
+        for view, value in zip(views, values, strict=True):
+            if view.shape != value.shape:
+                shapes = [view.shape for view in views]
+                values = self._fit_all(shapes, leaves, values, len(source._batch_size))
+                break
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
 
@@ -404,14 +408,16 @@ def _pair(
         return False
     for key, leaf in mine._data.items():
         value = given.get(key)
-        if isinstance(leaf, TensorDictBase):
-            if not isinstance(value, TensorDictBase) or not _pair(leaf, value, leaves, values):
+        # Hot (test_setitem_dim): the exact types before the isinstance calls.
+        if type(leaf) is not Tensor or type(value) is not Tensor:
+            if isinstance(leaf, TensorDictBase):
+                if not isinstance(value, TensorDictBase) or not _pair(leaf, value, leaves, values):
+                    return False
+                continue
+            if value is None or isinstance(value, TensorDictBase):
                 return False
-        elif value is None or isinstance(value, TensorDictBase):
-            return False
-        else:
-            leaves.append(leaf)
-            values.append(value)
+        leaves.append(leaf)
+        values.append(value)
     return True
 
 

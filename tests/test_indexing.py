@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import branches, flat, planes, sizes, storage, trees
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tdnn import LazyStackedTensorDict, TensorDict
 from tdnn.errors import LockedError, MissingKeyError
@@ -345,6 +346,13 @@ def test_leaves_that_are_made_when_they_are_read_are_told_apart():
     for found in (lazy[:], lazy[[0, 1]], lazy.clone(), lazy.reshape(2)):
         for i in range(6):
             assert found[f"k{i}", "x"].tolist() == [[10 * i] * 2, [10 * i + 1] * 2]
+
+
+@pytest.mark.parametrize("index", [[0, -1], range(2)])
+def test_positions_are_made_in_the_mode_of_the_leaves(index):
+    with FakeTensorMode():
+        found = TensorDict({"a": torch.ones(3, 2)}, [3])[index]
+    assert found["a"].shape == (2, 2)
 
 
 def test_an_index_of_a_locked_tree_gives_an_unlocked_one(td):
