@@ -346,23 +346,22 @@ class Pieces(TensorDictBase):
     ) -> list[Self]:
         """Return a tree for each of ``sizes``, of the pieces that ``fn`` cuts a leaf into."""
         depth = len(self._batch_size)
-        columns: list[Sequence[Any]] = []
-        for value in self._data.values():
-            if not isinstance(value, Pieces):
-                if value not in memo:
-                    memo[value] = fn(value)
-                columns.append(memo[value])
-                continue
-            further = value._batch_size[depth:]
-            inner, called = sizes, names
-            if further:
-                inner = [torch.Size((*size, *further)) for size in sizes]
-                own = value._names[depth:] if value._names else (None,) * len(further)
-                called = names and (*names, *own)
-            columns.append(value._fan(fn, inner, called, memo))
-        keys = list(self._data)
-        rows = zip(*columns, strict=True) if columns else [()] * len(sizes)
-        return [
-            self._like(dict(zip(keys, row, strict=True)), size, names)
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+        # Hot (test_unbind_speed): filling the dicts key by key is quicker than row by row.
+        rows: list[dict[str, Any]] = [{} for _ in sizes]
+        pieces: Sequence[Any]
+        for key, value in self._data.items():
+            if isinstance(value, Pieces):
+                further = value._batch_size[depth:]
+                inner, called = sizes, names
+                if further:
+                    inner = [torch.Size((*size, *further)) for size in sizes]
+                    own = value._names[depth:] if value._names else (None,) * len(further)
+                    called = names and (*names, *own)
+                pieces = value._fan(fn, inner, called, memo)
+            elif value in memo:
+                pieces = memo[value]
+            else:
+                pieces = memo[value] = fn(value)
+            for row, piece in zip(rows, pieces, strict=True):
+                row[key] = piece
+        return [self._like(row, size, names) for row, size in zip(rows, sizes, strict=True)]
