@@ -193,7 +193,7 @@ def _put_together(
         if moves:
             size, names = _follow(size, names, moves)
         else:
-            size, names = _shared(size, names, [new for _, new in pairs])
+            size, names = _shared(size, names, pairs)
         for value in silent:
             value._adopt(size, names)
     return _node(layout, data, size, names), bool(pairs)
@@ -261,12 +261,21 @@ def _moved(size: torch.Size, names: Names, move: Move) -> tuple[torch.Size, Name
     return torch.Size(dims), names
 
 
-def _shared(size: torch.Size, names: Names, shapes: list[Shape]) -> tuple[torch.Size, Names]:
-    """Return the longest beginning that the old batch size and all the shapes share."""
+def _shared(size: torch.Size, names: Names, pairs: Pairs) -> tuple[torch.Size, Names]:
+    """Return the longest beginning that the old batch size and all the shapes share.
+
+    Where no shape gained or lost a dim, as when a chunked ``vmap`` puts its chunks together, the
+    sizes may be other ones than before; a dim with another size loses its name.
+    """
+    before, first = size, pairs[0][1]
+    if all([len(old) == len(new) for old, new in pairs]):
+        size = torch.Size(first[: len(size)])
     depth = len(size)
-    while any([shape[:depth] != tuple(size[:depth]) for shape in shapes]):
+    while any([new[:depth] != tuple(size[:depth]) for _, new in pairs]):
         depth -= 1
-    return size[:depth], names and (names[:depth] or None)
+    if names is not None:
+        names = tuple([names[i] if size[i] == before[i] else None for i in range(depth)])
+    return size[:depth], names if names and any(names) else None
 
 
 # -- torch.export writes layouts to disk -----------------------------------------------------------

@@ -172,3 +172,21 @@ def test_an_exported_module_takes_and_gives_trees():
     result = torch.export.export(Net(), (td,)).module()(td)
     assert result.batch_size == result["z"].batch_size == (3,)
     assert torch.equal(result["y"], td["a"] * 2)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5])
+def test_chunks_that_are_put_together_have_the_batch_size_of_the_whole(chunk_size):
+    td = TensorDict({"a": torch.rand(5, 2, 3), "b": {"c": torch.rand(5, 2)}, "d": {}}, [5, 2])
+    result = torch.vmap(lambda t: t * 2, chunk_size=chunk_size)(td)
+    assert torch.equal(result["a"], td["a"] * 2)
+    assert declared(result) == declared(td)
+
+
+def test_sizes_that_all_leaves_share_are_followed_and_their_names_dropped():
+    td = TensorDict({"a": torch.rand(5, 2, 3), "b": {"c": torch.rand(5, 2)}}, [5, 2], names=["x", "y"])
+    half = pytree.tree_map(lambda leaf: leaf[:3], td)
+    assert (half.batch_size, half["b"].batch_size) == ((3, 2), (3, 2))
+    assert half.names == [None, "y"]
+    mixed = pytree.tree_map(lambda leaf: leaf[:, : leaf.ndim - 1], td)
+    assert (mixed.batch_size, mixed["b"].batch_size) == ((5,), (5, 1))
+    assert mixed.names == ["x"]
