@@ -1,6 +1,6 @@
 """A tree from the parameters and buffers of modules, and a module run on another tree."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Swaps(TensorDictBase):
         if use_state_dict:
             tree = cls._kind(_nested_state(module), [])
         else:
-            tree = _read(cast(Any, cls), module, filter_empty)
+            tree = _read(cls, module, filter_empty)
         made = cls._params_kind(tree, no_convert=True) if as_module else tree
         return made.lock_() if lock else made
 
@@ -123,6 +123,9 @@ class Swaps(TensorDictBase):
         a slot (a buffer that it rebinds) goes into this tree. If an exception leaves the block,
         this tree is not touched. Without a block the leaves stay in the module; a plain tensor
         for a parameter becomes an ``nn.Parameter`` over the same memory.
+
+        A module that uses ``torch.utils.checkpoint`` runs again in the backward pass, which
+        therefore belongs into the block too.
 
         Args:
             module: has a slot for every leaf; slots without a leaf keep what they hold.

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from zoo import KINDS, exact, make, same
+from zoo import KINDS, chain, exact, make, same
 
 from tdnn import LazyStackedTensorDict, LockedError, MissingKeyError, TensorDict, TensorDictParams
 
@@ -238,3 +238,15 @@ def test_a_tree_of_all_slots_changes_nothing(net):
     tree.to_module(net)
     assert same(before, exact(net))
     assert slots(net).keys() >= {k if isinstance(k, tuple) else (k,) for k in tree.keys(True, True)}
+
+
+def test_a_tree_can_be_read_from_a_module_in_a_compiled_function():
+    net = chain()
+    points = torch.rand(3, net[0].in_features)
+
+    def halved(x):
+        with (TensorDict.from_module(net) * 0.5).to_module(net):
+            return net(x)
+
+    compiled = torch.compile(halved, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(points), halved(points))
