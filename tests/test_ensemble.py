@@ -468,3 +468,12 @@ def test_weights_of_an_ensemble_can_be_swapped():
     with TensorDict({"params_td": dict(two.params_td.items())}).to_module(one):
         assert torch.equal(one(x), two(x))
     assert not torch.equal(one(x), two(x))
+
+
+def test_members_without_memory_can_be_given_it_later():
+    with torch.device("meta"):
+        members = EnsembleModule(nn.Linear(3, 2), COPIES)
+    wanted = EnsembleModule(nn.Linear(3, 2), COPIES)
+    members.to_empty(device="cpu").load_state_dict(wanted.state_dict())
+    points = torch.rand(4, 3)
+    assert torch.equal(members(points), wanted(points))

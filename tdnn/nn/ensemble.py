@@ -158,7 +158,7 @@ def _refuse_equal_members(module: nn.Module, stacked: TensorDict) -> None:
     """Raise if members have equal weights that were not constants to begin with."""
     equal = []
     for path, leaf in stacked._leaves():
-        if isinstance(leaf, Parameter) and len(leaf) > 1:
+        if isinstance(leaf, Parameter) and len(leaf) > 1 and not leaf.is_meta:
             values = leaf.detach()
             varied = values[0].numel() > 1 and bool((values[0] != values[0].flatten()[0]).any())
             if varied and bool((values == values[:1]).all()):
