@@ -183,7 +183,9 @@ def test_chunks_that_are_put_together_have_the_batch_size_of_the_whole(chunk_siz
 
 
 def test_sizes_that_all_leaves_share_are_followed_and_their_names_dropped():
-    td = TensorDict({"a": torch.rand(5, 2, 3), "b": {"c": torch.rand(5, 2)}}, [5, 2], names=["x", "y"])
+    td = TensorDict(
+        {"a": torch.rand(5, 2, 3), "b": {"c": torch.rand(5, 2)}}, [5, 2], names=["x", "y"]
+    )
     half = pytree.tree_map(lambda leaf: leaf[:3], td)
     assert (half.batch_size, half["b"].batch_size) == ((3, 2), (3, 2))
     assert half.names == [None, "y"]
