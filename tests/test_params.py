@@ -590,3 +590,22 @@ def test_a_registered_slot_of_the_module_is_an_entry_of_the_tree():
     params.late = torch.zeros(1)
     assert params["late"] == 0
     assert_one(params)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda params: params,
+        lambda params: params.double(),
+        lambda params: params.clone(),
+        lambda params: copy.deepcopy(params),
+        lambda params: pickle.loads(pickle.dumps(params)),
+        lambda params: params.set("b", torch.zeros(2)),
+        lambda params: params.update({"b": torch.zeros(2)}),
+    ],
+)
+def test_a_buffer_stays_one_under_another_name(change):
+    params = TensorDictParams({"w": nn.Parameter(torch.ones(2)), "b": nn.Buffer(torch.ones(2))})
+    params = change(params).rename_key_("b", ("inner", "c"))
+    assert [name for name, _ in params.named_buffers()] == ["inner.c"]
+    assert [name for name, _ in params.named_parameters()] == ["w"]

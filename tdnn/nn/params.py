@@ -96,13 +96,10 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
             store, value = cast(Any, self._modules), self._as_branch(value)
         elif isinstance(value, Parameter):
             store = cast(Any, self._parameters)
-        elif (
-            isinstance(value, Buffer)
-            or self.no_convert
-            or key in self._buffers  # a new value of a buffer is a buffer
-            or not _is_trainable(value)
-        ):
+        elif isinstance(value, Buffer) or self.no_convert or not _is_trainable(value):
             store = cast(Any, self._buffers)
+        elif key in self._buffers:  # a new value of a buffer is a buffer
+            store, value = cast(Any, self._buffers), Buffer(value)
         else:
             store, value = cast(Any, self._parameters), Parameter(value)
         for other in self._dicts():
@@ -179,7 +176,12 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Change every tensor as ``nn.Module`` does, and let the tree's device follow."""
+        marked = [key for key, buffer in self._buffers.items() if isinstance(buffer, Buffer)]
         nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+        for key in marked:  # else it would be a parameter as soon as it is renamed
+            buffer = cast(Tensor, self._buffers[key])
+            if not isinstance(buffer, Buffer):
+                self._buffers[key] = Buffer(buffer)
         if self._device is not None:
             self._device = fn(torch.empty(0, device=self._device)).device
         return self
@@ -230,6 +232,8 @@ def _is_trainable(value: Tensor) -> bool:
 def _copied(leaf: Tensor) -> Tensor:
     if isinstance(leaf, Parameter):
         return Parameter(leaf.detach().clone(), leaf.requires_grad)
+    if isinstance(leaf, Buffer):
+        return Buffer(leaf.detach().clone())
     return leaf.detach().clone()
 
 
