@@ -178,6 +178,10 @@ FOREIGN = {
     "float shape": (file_of({"w": tensor_entry(shape=[1.0])}, b"1234"), "impossible shape"),
     "bool shape": (file_of({"w": tensor_entry(shape=[True])}, b"1234"), "impossible shape"),
     "huge shape": (file_of({"w": tensor_entry(shape=[2**70])}, b"1234"), "impossible shape"),
+    "huge shape of nothing": (
+        file_of({"w": tensor_entry(end=0, shape=[0, 2**70])}, b""),
+        "impossible shape",
+    ),
     "wide shape": (
         file_of({"w": tensor_entry(0, 0, [0, 2**62, 2**62])}),
         "torch cannot make 'w'",

@@ -464,7 +464,7 @@ def _place(name: str, entry: Any, parted: str | None, start: int) -> _Place:
         dtype, shape = _whole(name, parted, code, shape)
     count = dtype.itemsize
     for n in shape:
-        if type(n) is not int or n < 0 or count * n >= 2**63:
+        if type(n) is not int or not 0 <= n < 2**63 or count * n >= 2**63:
             raise FileFormatError(f"{name!r} has the impossible shape {brief(shape)}")
         count *= n
     if not 0 <= begin <= end or end - begin != count:
