@@ -83,6 +83,8 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
         _check_shapes(tree, columns)
     if torch.is_grad_enabled():
         _check_grad(tree, leaves)
+    if not all([leaf.is_contiguous() for leaf in leaves]):
+        tree._writable()
     targets = set(leaves)
     if len(targets) < len(leaves):
         columns = _settled(tree, columns)

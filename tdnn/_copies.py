@@ -95,8 +95,7 @@ class Copies(TensorDictBase):
             >>> TensorDict({"a": torch.ones(2)}).zero_()["a"]
             tensor([0., 0.])
         """
-        self._refuse_lost_writes()
-        for _, leaf in self._leaves():
+        for leaf in self._writable():
             leaf.zero_()
         return self
 

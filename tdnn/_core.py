@@ -416,12 +416,20 @@ class TensorDictBase(Declared):
                 f"key {key!r}: cannot write shape {tuple(value.shape)} into "
                 f"shape {tuple(target.shape)} in place"
             )
-        if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"key {key!r}: cannot write into a tensor that requires grad; "
-                "use torch.no_grad(), or write into td.data"
-            )
+        why = _obstacle(target)
+        if why is not None:
+            raise RuntimeError(f"key {key!r}: cannot write into {why}")
         return [(target, value)]
+
+    def _writable(self) -> list[Tensor]:
+        """Return the leaves, to be written in place, or raise an error that lists the unfit."""
+        self._refuse_lost_writes()
+        leaves = self._leaves()
+        found = [(path, _obstacle(leaf)) for path, leaf in leaves]
+        faults = [f"{as_key(path)!r}, {why}" for path, why in found if why is not None]
+        if faults:
+            raise RuntimeError(f"cannot write in place into {'; '.join(faults)}")
+        return [leaf for _, leaf in leaves]
 
     def __delitem__(self, key: NestedKey) -> None:
         path = as_path(key)
@@ -465,6 +473,18 @@ class TensorDictBase(Declared):
 
 def entries_of(source: Mapping[Any, Any] | TensorDictBase) -> ItemsView[Any, Any]:
     return (source._data if isinstance(source, TensorDictBase) else source).items()
+
+
+def _obstacle(target: Tensor) -> str | None:
+    """Return what keeps torch from writing into a tensor in place, or None."""
+    if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
+        return "a tensor that requires grad; use torch.no_grad(), or write into td.data"
+    # Most are contiguous, and then their strides need no look.
+    if not target.is_contiguous() and any(
+        [not step and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)]
+    ):
+        return "an expanded tensor, whose elements share memory; clone() it first"
+    return None
 
 
 _KINDS = (Tensor, TensorDictBase)

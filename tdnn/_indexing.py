@@ -35,7 +35,6 @@ from tdnn.errors import MissingKeyError
 __all__ = ["Indexing", "where"]
 
 _ABSENT: Any = object()
-_VIEWING = {int, slice, type(None)}  # parts for which torch gives a view
 
 
 class Indexing(TensorDictBase):
@@ -152,14 +151,12 @@ class Indexing(TensorDictBase):
 
     def _write_value(self, parts: list[Part], value: Any) -> None:
         """Write a number or a tensor to every leaf."""
-        self._refuse_lost_writes()
-        leaves = [leaf for _, leaf in self._leaves()]
+        leaves = self._writable()
         place = tuple(parts)
         if isinstance(value, Tensor):
             if value.ndim and not _is_open(parts):
                 _, size, _ = outline(parts, self._batch_size, None)
-                shapes = [self._inner(size, leaf) for leaf in leaves]
-                self._fit_all(shapes, leaves, [value] * len(leaves), 0)
+                self._fit_all(size, leaves, [value] * len(leaves), 0)
         else:
             kinds = {leaf.dtype for leaf in leaves}
             if len(kinds) > 1:  # one that cannot hold the number must speak before the first write
@@ -173,52 +170,43 @@ class Indexing(TensorDictBase):
         values: list[Tensor] = []
         if not _pair(self, source, leaves, values):
             raise _unpaired(self, source)
-        if _is_basic(index, self._batch_size):  # no need to look at its parts: test_setitem_dim
-            self._write_views([leaf[index] for leaf in leaves], leaves, values, source)
+        # Hot (test_setitem_dim): most leaves are such that nothing can be wrong with them.
+        if not all([leaf.is_contiguous() and not leaf.requires_grad for leaf in leaves]):
+            self._writable()
+        above = len(source._batch_size)
+        size = basic_outline(index if type(index) is tuple else (index,), self._batch_size)
+        if size is not None:  # Hot (test_setitem_dim): torch itself casts what it writes to views
+            values = self._fit_all(size, leaves, values, above)
+            for leaf, value in zip(leaves, values, strict=True):
+                leaf[index] = value
             return
         parts = index_parts(index, self)
         place = tuple(parts)
-        if all(type(part) in _VIEWING for part in parts):
-            self._write_views([leaf[place] for leaf in leaves], leaves, values, source)
-            return
         if not _is_open(parts):
             place, size, _ = outline(parts, self._batch_size, None)
-            shapes = [self._inner(size, leaf) for leaf in leaves]
-            values = self._fit_all(shapes, leaves, values, len(source._batch_size))
+            values = self._fit_all(size, leaves, values, above)
         _put(leaves, place, values)
 
-    def _write_views(
-        self,
-        views: list[Tensor],
-        leaves: list[Tensor],
-        values: list[Tensor],
-        source: TensorDictBase,
-    ) -> None:
-        """Copy values into views of the leaves: copy_ converts dtypes and devices."""
-        for view, value in zip(views, values, strict=True):
-            if view.shape != value.shape:
-                shapes = [view.shape for view in views]
-                values = self._fit_all(shapes, leaves, values, len(source._batch_size))
-                break
-        for view, value in zip(views, values, strict=True):
-            view.copy_(value)
-
-    def _inner(self, size: torch.Size, leaf: Tensor) -> tuple[int, ...]:
-        """Return the shape of a leaf with ``size`` in place of the batch size."""
-        return (*size, *leaf.shape[len(self._batch_size) :])
-
     def _fit_all(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        leaves: Sequence[Tensor],
-        values: Sequence[Tensor],
-        above: int,
+        self, size: torch.Size, leaves: Sequence[Tensor], values: list[Tensor], above: int
     ) -> list[Tensor]:
-        """Return the values such that torch broadcasts them to ``shapes``, or say which do not.
+        """Return the values such that torch broadcasts them to the leaves, with ``size`` in place
+        of the batch size, or say which do not.
 
         ``above`` is the number of the values' batch dims.
         """
         depth = len(self._batch_size)
+        # Hot (test_setitem_dim): most values fit as they are, and as the ones before did.
+        before = fits = None
+        for leaf, value in zip(leaves, values, strict=True):
+            old, new = leaf.shape, value.shape
+            if old != before or new != fits:
+                before, fits = old, (*size, *old[depth:])
+                if new != fits:
+                    break
+        else:
+            return values
+        shapes = [(*size, *leaf.shape[depth:]) for leaf in leaves]
         fitted: list[Tensor] = []
         faults = []
         for at, (shape, leaf, value) in enumerate(zip(shapes, leaves, values, strict=True)):
@@ -449,13 +437,6 @@ def _unpaired(mine: TensorDictBase, theirs: TensorDictBase) -> MissingKeyError:
         if keys
     ]
     return MissingKeyError(f"cannot write at the index: {'; '.join(faults)}; nothing was written")
-
-
-def _is_basic(index: Any, size: torch.Size) -> bool:
-    """Return whether an index, as it stands, gives views of leaves, and of batch dims only."""
-    if type(index) is tuple:
-        return basic_outline(index, size) is not None
-    return type(index) in _VIEWING and bool(size)
 
 
 def _is_open(parts: list[Part]) -> bool:

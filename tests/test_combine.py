@@ -189,16 +189,47 @@ def test_a_leaf_that_requires_grad_is_refused_before_the_first_write():
 
 
 def test_an_error_while_writing_says_where():
-    row = torch.ones(1, 2).expand(3, 2)
+    three = torch.ones(3)
+    other = TensorDict({"a": torch.ones(2), "b": three[1:]})  # shares a part of what is written
     notes = {
         operator.imul: "some leaves may have been written",
         operator.ifloordiv: "at the leaf 'b'; leaves before it may have been written",
     }
     for op, note in notes.items():
-        tree = TensorDict({"a": torch.ones(2), "b": row})
+        tree = TensorDict({"a": torch.ones(2), "b": three[:2]})
         with pytest.raises(RuntimeError, match="single memory location") as caught:
-            op(tree, 2)
+            op(tree, other)
         assert caught.value.__notes__ == [note]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda td: td.add_(1),
+        lambda td: td.zero_(),
+        lambda td: td.__setitem__(0, 0),
+        lambda td: td.__setitem__([0], torch.zeros(1, 2)),
+        lambda td: td.__setitem__(0, td[1] * 0),
+        lambda td: td.__setitem__([0], td[[1]] * 0),
+        lambda td: td.__setitem__(torch.tensor([True, False]), {"a": 0.0, "b": 0.0}),
+        lambda td: td.update_({"a": 0.0, "b": 0.0}),
+        lambda td: td.update({"a": 0.0, "b": 0.0}, inplace=True),
+        lambda td: td.apply_(torch.zeros_like),
+    ],
+)
+@pytest.mark.parametrize(
+    ("leaf", "why"),
+    [
+        (torch.ones(2, 2, requires_grad=True), "require"),
+        (torch.ones(2, 1).expand(2, 2), "'b'.* an expanded tensor, whose elements share memory"),
+        (torch.ones(2).expand(2, 2), "'b'.* an expanded tensor, whose elements share memory"),
+    ],
+)
+def test_a_leaf_that_cannot_be_written_is_told_before_another_one_is_written(write, leaf, why):
+    tree = TensorDict({"a": torch.ones(2, 2), "b": leaf}, [2])
+    with pytest.raises(RuntimeError, match=why):
+        write(tree)
+    assert (tree == 1).all()
 
 
 def test_a_locked_tree_can_be_written_in_place_but_not_changed():
