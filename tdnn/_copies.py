@@ -59,8 +59,10 @@ class Copies(TensorDictBase):
         return self._rebuild(_data_of, self._batch_size, self._names)
 
     @property
-    def grad(self) -> Self:
-        """A tree of the tensors' ``.grad``, without the leaves that have none."""
+    def grad(self) -> Self | None:
+        """A tree of the tensors' ``.grad``, without the leaves that have none; None if none has."""
+        if all([leaf.grad is None for _, leaf in self._leaves()]):
+            return None
         found = cast(Any, self._shallow_copy())
         for path, leaf in self._leaves():
             if leaf.grad is None:

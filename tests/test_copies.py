@@ -142,7 +142,7 @@ def test_requires_grad_is_set_on_every_leaf_that_can_have_a_gradient():
 
 def test_grad_is_a_tree_of_the_gradients_that_there_are():
     td = make().requires_grad_()
-    assert td.grad.is_empty()
+    assert td.grad is None
     td["w"].sum().backward()
     assert list(flat(td.grad)) == [("w",)]
     assert td.grad["w"] is td["w"].grad
