@@ -200,7 +200,7 @@ class TensorDictBase(Declared):
     def _target(self, path: Path) -> Entry:
         """Return what is at ``path``, to be written in place."""
         found = self._entry(path)
-        self._home(path)[0]._refuse_lost_write()
+        cast(TensorDictBase, self._entry(path[:-1]))._refuse_lost_write()
         return found
 
     def _astray(self, path: Path) -> MissingKeyError:
