@@ -115,10 +115,14 @@ class SlotExchange(Exchange):
             if plan.has_listeners:
                 turn.caches = _caches(plan)
             self._bring_in(turn, new)
-        except BaseException:
+        except BaseException as error:
             _claims.release(turn)
             if turn.old is not None:
                 self._restore(turn, turn.old)
+            elif isinstance(error, KeyError):  # the module lost a slot since it was planned
+                self._plan = Plan(self._tree, self._root).remember()
+                self.put()
+                return
             raise
         turn.new = new
         self._stack.append(turn)
@@ -265,7 +269,7 @@ class CopyExchange(SlotExchange):
             self._found = turn.plan, turn.values
 
     def _check(self, plan: Plan, new: list[Any]) -> None:
-        targets = list(map(getitem, plan.targets, plan.keys))
+        targets = list(map(dict.get, plan.targets, plan.keys))
         faults = []
         for i, (target, leaf) in enumerate(zip(targets, new, strict=True)):
             if target is None or is_lazy(target) or is_lazy(leaf):

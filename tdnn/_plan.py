@@ -78,6 +78,7 @@ class Plan:
         """
         homes, targets, keys, visits = self.homes, self.targets, self.keys, self.visits
         plain = self.tree._kind  # nodes whose entries are all in the one dict _data
+        params = self.tree._params_kind  # and those whose entries are in the dicts of a module
         for home, module in visits:
             parameters: Any = module._parameters
             modules = module._modules
@@ -89,19 +90,15 @@ class Plan:
                     keys.append(key)
                 elif key in modules:
                     branch, child = home[key], modules[key]
-                    if child is None:
-                        self.refuse()
-                    if type(branch) is plain:
+                    if type(branch) is plain and child is not None and not branch._batch_size:
                         visits.append((branch._data, child))
-                    elif isinstance(branch, TensorDictBase):
-                        for below in branch._dicts():
+                    elif type(branch) is params and child is not None and not branch._batch_size:
+                        for below in (branch._parameters, branch._buffers, branch._modules):
                             if below:
                                 visits.append((below, child))
                     else:
-                        self.refuse()
-                    if branch._batch_size and not isinstance(child, TensorDictBase):
-                        raise batched(branch, key)
-                    entered.append(child)
+                        visits += self._doubtful(branch, child, key)
+                    entered.append(child)  # type: ignore[arg-type]  # None was refused
                 elif key in buffers:
                     homes.append(home)
                     targets.append(buffers)
@@ -113,6 +110,16 @@ class Plan:
                 for key in buffers:
                     if buffers[key] is None and key not in home:
                         self.nones.append((home, buffers, key))
+
+    def _doubtful(
+        self, branch: Any, child: nn.Module | None, key: str
+    ) -> list[tuple[Slots, nn.Module]]:
+        """Return the dicts of a branch, with its module, unless something is wrong with it."""
+        if child is None or not isinstance(branch, TensorDictBase):
+            self.refuse()
+        if branch._batch_size and not isinstance(child, TensorDictBase):
+            raise batched(branch, key)
+        return [(below, child) for below in branch._dicts() if below]
 
     def refuse(self) -> NoReturn:
         """Raise the error that lists all entries without a place in the module."""

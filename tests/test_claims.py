@@ -83,11 +83,20 @@ def test_modules_that_share_one_without_tensors_do_not_meet():
         in_thread(lambda: blank(two).to_module(two))
 
 
-def test_a_load_whose_result_was_dropped_or_went_back_is_no_swap():
+def test_a_load_whose_result_was_dropped_is_no_swap():
     net = nn.Linear(4, 2)
     blank(net).to_module(net)
     in_thread(lambda: blank(net).to_module(net))
     blank(net).to_module(net, return_swap=False)
+    in_thread(lambda: blank(net).to_module(net))
+
+
+def test_a_load_that_went_back_by_a_second_call_is_no_swap():
+    net = nn.Linear(4, 2)
+    old = blank(net).to_module(net)
+    with pytest.raises(SwapError, match="is in a swap"):
+        in_thread(lambda: blank(net).to_module(net))
+    old.to_module(net)
     in_thread(lambda: blank(net).to_module(net))
 
 

@@ -101,7 +101,8 @@ def test_a_buffer_that_is_rebound_stays_a_buffer_of_the_params():
     assert [name for name, _ in params.named_buffers()] == ["first", "calls", "last"]
 
 
-def test_a_buffer_that_is_filled_by_the_forward_goes_into_the_tree():
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_buffer_that_is_filled_by_the_forward_goes_into_the_tree(as_module):
     """A cache that is None until the first call must not leak from one set of weights to others."""
 
     class Cache(nn.Module):
@@ -117,6 +118,8 @@ def test_a_buffer_that_is_filled_by_the_forward_goes_into_the_tree():
     net = nn.Sequential(Cache())
     before = exact(net)
     params = weights_of(net)
+    if as_module:
+        params = TensorDictParams(params, no_convert=True)
     with params.to_module(net):
         net(torch.ones(2))
     assert same(before, exact(net))
@@ -316,8 +319,9 @@ def test_a_kept_swap_follows_branches_that_were_replaced_and_entries_that_were_a
     if as_module:
         params = TensorDictParams(params)
     swap = params.to_module(net)
-    with swap:
-        pass
+    for _ in range(3):
+        with swap:
+            pass
     params["0"] = TensorDict({"weight": torch.ones(4, 4)})
     with swap:
         assert net[0].weight is params["0", "weight"]
@@ -343,8 +347,9 @@ def test_a_kept_swap_follows_a_module_that_was_replaced():
     net = chain()
     params = blank(net)
     swap = params.to_module(net)
-    with swap:
-        pass
+    for _ in range(3):
+        with swap:
+            pass
     net[0] = nn.Linear(4, 4)
     before = exact(net)
     with swap:
@@ -356,8 +361,9 @@ def test_a_kept_swap_into_a_slot_that_is_gone_is_refused_and_nothing_is_swapped(
     net = chain()
     params = blank(net)
     swap = params.to_module(net)
-    with swap:
-        pass
+    for _ in range(3):
+        with swap:
+            pass
     del net[0].weight
     before = exact(net)
     with pytest.raises(MissingKeyError, match=r"unknown \('0', 'weight'\)"):
@@ -372,8 +378,9 @@ def test_a_kept_swap_refuses_a_branch_where_a_leaf_was():
     net = chain()
     params = blank(net)
     swap = params.to_module(net)
-    with swap:
-        pass
+    for _ in range(3):
+        with swap:
+            pass
     params["0", "weight"] = {"x": torch.zeros(1)}
     before = exact(net)
     with pytest.raises(MissingKeyError, match=r"\('0', 'weight'\) is a tensor there, and a branch"):
@@ -468,6 +475,27 @@ def test_one_slot_with_two_names_takes_one_value():
     params["b", "weight"] = torch.zeros(3, 2)
     with pytest.raises(SwapError, match="the tree has two values for it"):
         params.to_module(net)
+
+
+def test_a_module_that_refuses_its_old_value_gets_it_all_the_same():
+    net = nn.Sequential(Fussy(), nn.Linear(1, 1))
+    with torch.no_grad():
+        net[0].second.fill_(-1)
+    before = exact(net)
+    with pytest.raises(ArithmeticError, match="negative"), blank(net).to_module(net):
+        assert not net[0].second.any()
+    assert same(before, exact(net))
+
+
+def test_a_copy_that_fails_half_way_is_undone():
+    net = chain()
+    before, held = exact(net), values(net)
+    params = blank(net)
+    params["2", "bias"] = torch.ones(2, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        params.to_module(net, inplace=True)
+    assert same(before, exact(net))
+    assert equal(held, values(net))
 
 
 # -- permanent loads ---------------------------------------------------------------------------
@@ -583,6 +611,39 @@ def test_three_swaps_may_end_in_any_order(order):
     assert same(before, exact(net))
 
 
+@pytest.mark.parametrize("copy_first", [True, False])
+def test_a_swap_of_values_may_overlap_one_of_slots(copy_first):
+    net = chain()
+    before, held = exact(net), values(net)
+
+    def block(inplace):
+        params = blank(net)
+        with params.to_module(net, inplace=inplace):
+            yield params
+        yield
+
+    first, second = block(copy_first), block(not copy_first)
+    trees = [next(first), next(second)]
+    next(first)
+    next(second)
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+    assert not any(leaf.any() for tree in trees for leaf in tree.values(True, True))
+
+
+def test_a_swap_that_ended_with_the_block_around_it_begins_anew_when_it_is_entered():
+    net = nn.Linear(2, 2)
+    before = exact(net)
+    outer, inner = blank(net), weights_of(nn.Linear(2, 2))
+    with outer.to_module(net):
+        swap = inner.to_module(net)
+    assert same(before, exact(net))
+    for _ in range(2):
+        with swap:
+            assert net.weight is inner["weight"]
+        assert same(before, exact(net))
+
+
 def test_buffers_rebound_in_overlapping_blocks_reach_their_trees():
     net = Counter(rebind)
     before = exact(net)
@@ -660,6 +721,19 @@ def test_use_state_dict_brings_updated_buffers_into_the_tree():
         stop(net, torch.ones(2))
     assert params["0", "calls"] == 1
     assert net[0].calls == 0
+
+
+def test_use_state_dict_gives_back_the_objects_that_the_block_replaced():
+    net = Counter(rebind)
+    before = exact(net)
+    params = TensorDict.from_module(net, use_state_dict=True).data.clone()
+    with params.to_module(net, use_state_dict=True):
+        net(torch.ones(1))
+        net.last = torch.ones(7)
+    assert same(before, exact(net))
+    assert net.calls == 0
+    assert params["calls"] == 1
+    assert params["last"].shape == (7,)
 
 
 def test_use_state_dict_lists_unknown_names_and_loads_nothing():

@@ -104,6 +104,18 @@ def test_a_leftover_batch_dim_of_a_branch_is_refused():
     assert same(before, exact(net))
 
 
+def test_a_module_that_is_a_tree_takes_leaves_with_its_batch_dims():
+    stacked = TensorDict.from_modules(nn.Linear(2, 2), nn.Linear(2, 2), as_module=True, lock=False)
+    net = nn.Sequential(nn.Linear(2, 2), stacked)
+    before, zeros = exact(net), stacked.data.clone().zero_()
+    assert zeros.batch_size == (2,)
+    with zeros.to_module(stacked):
+        assert not stacked["weight"].any()
+    with TensorDict({"1": zeros}).to_module(net):
+        assert stacked["weight"] is zeros["weight"]
+    assert same(before, exact(net))
+
+
 # -- part of a module --------------------------------------------------------------------------
 
 
