@@ -120,9 +120,10 @@ class Swaps(TensorDictBase):
 
         In a block the module runs on exactly these tensors, so gradients reach them. When the
         block ends, every slot holds the object that it held before; what the forward assigned to
-        a slot (a buffer that it rebinds) goes into this tree. If an exception leaves the block,
-        this tree is not touched. Without a block the leaves stay in the module; a plain tensor
-        for a parameter becomes an ``nn.Parameter`` over the same memory.
+        a slot (a buffer that it rebinds, or one that was None) goes into this tree. If an
+        exception leaves the block, this tree is not touched. Without a block the leaves stay in
+        the module; a plain tensor for a parameter becomes an ``nn.Parameter`` over the same
+        memory, unless it needs a gradient, which would then not reach it.
 
         A module that uses ``torch.utils.checkpoint`` runs again in the backward pass, which
         therefore belongs into the block too.
