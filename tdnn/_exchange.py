@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from tdnn import _claims
 from tdnn._claims import Claim
@@ -115,6 +116,7 @@ class SlotExchange(Exchange):
             if plan.has_listeners:
                 turn.caches = _caches(plan)
             self._bring_in(turn, new)
+            _forget_cached()
         except BaseException as error:
             _claims.release(turn)
             if turn.old is not None:
@@ -208,6 +210,7 @@ class SlotExchange(Exchange):
                 self._write_back(turn, now, assigned)
 
     def _restore(self, turn: _Turn, old: list[Any]) -> None:
+        _forget_cached()
         for module, attributes in turn.caches:
             module.__dict__.update(attributes)
         try:
@@ -544,6 +547,13 @@ def _copied(leaf: Any, value: Any) -> bool:
     with torch.no_grad():
         leaf.copy_(value)
     return True
+
+
+def _forget_cached() -> None:
+    """Drop what ``parametrize.cached()`` holds: it was computed from other weights."""
+    # No public name for this as of torch 2.14.
+    if parametrize._cache_enabled and not torch.compiler.is_compiling():
+        parametrize._cache.clear()
 
 
 def _in_transform() -> bool:

@@ -1,5 +1,7 @@
 """How leaves get into the slots of a module and back: what can go wrong on the way."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -770,3 +772,19 @@ def test_the_swap_through_the_state_dict_is_a_tree_too():
     assert list(old.keys(True, True)) == list(TensorDict.from_module(net).keys(True, True))
     old.to_module(net, use_state_dict=True)
     assert equal(held, values(net))
+
+
+def test_weights_cached_by_parametrize_do_not_cross_the_border_of_a_swap():
+    net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.parametrizations.weight.original1.add_(1)
+    x = torch.ones(3)
+    with nn.utils.parametrize.cached():
+        before = net(x)
+        with TensorDict.from_module(other).to_module(net):
+            inside = net(x)
+        after = net(x)
+    torch.testing.assert_close(inside, other(x))
+    torch.testing.assert_close(after, before)
+    assert not torch.equal(inside, before)
