@@ -1,4 +1,11 @@
-"""A tree of tensors that behaves like one tensor, and what makes modules composable with it."""
+"""A tree of tensors that behaves like one tensor, and what makes modules composable with it.
+
+- :class:`TensorDict`: the tree; ``from_module`` / ``to_module`` run a module on other weights,
+  ``flatten_keys`` renames, ``save`` / ``load`` keep it on disk, ``torch.vmap`` maps over it.
+- :class:`TensorDictParams`: a tree that is an ``nn.Module``, for optimizers and ``state_dict``.
+- :mod:`tdnn.nn`: ``TensorDictModule``, ``TensorDictSequential``, ``dispatch``, ``EnsembleModule``.
+- :mod:`tdnn.errors`: the exceptions.
+"""
 
 # nn is not in __all__: a star import would hide torch.nn.
 

@@ -41,7 +41,33 @@ class TensorDict(
     Pictures,
     Disk,
 ):
-    """A tree of tensors that behaves like one tensor."""
+    """A tree of tensors that behaves like one tensor.
+
+    Every leaf is a tensor ``(*B, ...)`` whose shape begins with the batch size ``B``; indexing and
+    shape methods act on ``B`` in all leaves at once. Nested mappings become branches, and a tuple
+    of ``str`` is a key that leads into them.
+
+    Args:
+        source: a mapping or another tree; tensors are held, not copied. Numbers and arrays become
+            tensors.
+        batch_size: the dims that all leaves begin with; by default none, or those of ``source``
+            if that is a tree.
+        device: where entries are moved to when they are set; None leaves them where they are.
+        names: a name, or None, for each batch dim.
+        non_blocking: for copies between devices.
+        lock: lock the tree: its tensors can be written to, but no entry added, removed or replaced.
+        **kwargs: more entries.
+
+    Raises:
+        ValueError: a leaf does not begin with the batch size.
+        TypeError: a key or a value is of a kind that a tree does not hold.
+        KeyConflictError: two entries for one key.
+
+    Example:
+        >>> td = TensorDict({"obs": {"image": torch.zeros(3, 8, 8)}, "step": torch.arange(3)}, [3])
+        >>> td["obs", "image"].shape, td[0]["step"], td.reshape(3, 1)["step"].shape
+        (torch.Size([3, 8, 8]), tensor(0), torch.Size([3, 1]))
+    """
 
     __slots__ = ()
 
