@@ -65,3 +65,13 @@ def noise(shape, dtype, seed=0):
 def round_trip(tree, path, **kwargs):
     assert tree.save(path) is tree
     return TensorDict.load(path, **kwargs)
+
+
+def state(td):
+    """Return all that a failed call must not change: nodes and leaves by identity, in order."""
+    found = [id(td), td.batch_size, td.names]
+    for key, value in td.items():
+        found += [key, id(value), value._version if isinstance(value, torch.Tensor) else 0]
+        if isinstance(value, TensorDict):
+            found += state(value)
+    return found

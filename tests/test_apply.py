@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given
+from pictures import state
 from strategies import flat, trees
 from torch._dynamo.testing import CompileCounter
 
@@ -12,16 +13,6 @@ from tdnn.errors import LockedError, MissingKeyError
 
 def make():
     return TensorDict({"a": 1.0, "b": {"c": 2.0, "d": {"e": 3.0}}, "f": {}})
-
-
-def picture(td):
-    """Return all that a failed call must not change: nodes and leaves by identity, in order."""
-    found = [id(td), td.batch_size, td.names]
-    for key, value in td.items():
-        found += [key, id(value), value._version if isinstance(value, torch.Tensor) else 0]
-        if isinstance(value, TensorDict):
-            found += picture(value)
-    return found
 
 
 @given(trees(names=True))
@@ -114,10 +105,10 @@ def test_the_result_may_have_another_batch_size_device_and_names():
     assert (doubled.batch_size, doubled.names) == ((6,), ["u"])
     assert doubled.device == doubled["b"].device == doubled["b", "c"].device
     assert doubled["a"].device.type == "meta"
-    before = picture(td)
+    before = state(td)
     with pytest.raises(ValueError, match=r"'a': shape \(\) does not begin with the batch size"):
         td.apply(torch.sum)
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_the_lock_is_handed_on_only_when_asked_for():
@@ -145,7 +136,7 @@ def test_in_place_the_leaves_keep_identity_also_in_a_locked_tree():
 
 def test_in_place_all_results_are_known_and_fit_before_the_first_is_written():
     td = make()
-    before = picture(td)
+    before = state(td)
 
     def fail(leaf):
         if leaf == 3:
@@ -156,7 +147,7 @@ def test_in_place_all_results_are_known_and_fit_before_the_first_is_written():
         td.apply_(fail)
     with pytest.raises(ValueError, match=r"'e'\): cannot write shape \(2,\) into shape \(\)"):
         td.apply_(lambda leaf: torch.zeros(2) if leaf == 3 else leaf + 1)
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_an_exception_of_the_function_comes_through():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pictures import state
 from strategies import flat, trees
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -20,16 +21,6 @@ from tdnn.errors import KeyConflictError, LockedError, MissingKeyError
 
 def make():
     return TensorDict({"a": torch.zeros(3), "b": {"c": torch.ones(3, 2), "d": {"e": 2}}}, [])
-
-
-def picture(td):
-    """Return all that a failed call must not change: nodes and leaves by identity, in order."""
-    found = [id(td), td.batch_size, td.names]
-    for key, value in td.items():
-        found += [key, id(value), value._version if isinstance(value, torch.Tensor) else 0]
-        if isinstance(value, TensorDict):
-            found += picture(value)
-    return found
 
 
 # -- making one ------------------------------------------------------------------------------------
@@ -102,10 +93,10 @@ def test_other_values_are_refused(value):
         with pytest.raises(TypeError, match=message + type(value).__name__):
             TensorDict(source)
     td = make()
-    before = picture(td)
+    before = state(td)
     with pytest.raises(TypeError, match=message):
         td.set("a", value)
-    assert picture(td) == before
+    assert state(td) == before
 
 
 @pytest.mark.parametrize("value", [["text"], [[1], [1, 2]], np.array(["text"])], ids=str)
@@ -119,7 +110,7 @@ def test_what_torch_cannot_make_a_tensor_of_says_which_key(value):
 def test_keys_of_other_kinds_are_refused(key):
     message = "a key is a str or a non-empty tuple of str, not"
     td = make()
-    before = picture(td)
+    before = state(td)
     for call in (
         lambda: TensorDict({key: 1}),
         lambda: TensorDict({"a": {key: 1}}),
@@ -139,7 +130,7 @@ def test_keys_of_other_kinds_are_refused(key):
     ):
         with pytest.raises(TypeError, match=message):
             call()
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_two_leaves_at_one_key_are_refused():
@@ -173,7 +164,7 @@ def test_a_tree_of_fewer_dims_is_held_as_new_nodes_that_declare_more():
 
 @given(trees(batch_size=(3,)), st.sampled_from([(), (2,), (4, 3)]))
 def test_a_leaf_without_the_batch_size_is_refused(td, shape):
-    before = picture(td)
+    before = state(td)
     for change in (
         lambda: td.set("new", torch.zeros(shape)),
         lambda: td.set("new", {"deep": torch.zeros(shape)}),
@@ -182,11 +173,11 @@ def test_a_leaf_without_the_batch_size_is_refused(td, shape):
     ):
         with pytest.raises(ValueError, match=r"does not begin with the batch size \(3,\)"):
             change()
-    assert picture(td) == before
+    assert state(td) == before
     branch = TensorDict({"x": torch.zeros(shape)})
     with pytest.raises(ValueError, match=r"cannot set branch 'b': .*\(3,\) does not fit 'x'"):
         td.set("b", branch)
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_leaves_of_every_kind_keep_their_type_and_identity():
@@ -260,25 +251,25 @@ def test_set_finds_branches_behind_inner_tuples():
 def test_set_replaces_a_branch_by_a_leaf_but_goes_through_none():
     td = make()
     td["b"] = torch.zeros(())
-    before = picture(td)
+    before = state(td)
     with pytest.raises(MissingKeyError, match=r"cannot set \('b', 'x'\): 'b' is a leaf; delete"):
         td["b", "x"] = 1
     with pytest.raises(MissingKeyError, match=r"cannot set \('b', 'x', 'y'\): 'b' is a leaf"):
         td["b", "x", "y"] = 1
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_a_failed_set_leaves_no_branches_behind():
     td = make()
-    before = picture(td)
+    before = state(td)
     with pytest.raises(TypeError):
         td["new", "deep", "er"] = None
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_a_tree_cannot_hold_itself():
     td = make()
-    before = picture(td)
+    before = state(td)
     for key, value in [
         ("x", td),
         (("b", "x"), td),
@@ -291,7 +282,7 @@ def test_a_tree_cannot_hold_itself():
             td.set(key, value)
         with pytest.raises(ValueError, match="a tree cannot hold itself"):
             td.update({key: value}, is_leaf=lambda kind: True)
-    assert picture(td) == before
+    assert state(td) == before
     td["b", "x"] = td["b", "d"]
     with pytest.raises(ValueError, match="a tree cannot hold itself"):
         td.rename_key_(("b", "d"), ("b", "x", "y"))
@@ -333,7 +324,7 @@ def test_set_underscore_fills_with_numbers_and_copies_trees():
 )
 def test_set_underscore_refuses_what_does_not_fit(key, value, error, message):
     td = make()
-    before = picture(td)
+    before = state(td)
     with pytest.raises(error, match=message):
         td.set_(key, value)
     with pytest.raises(error, match=message):
@@ -341,16 +332,16 @@ def test_set_underscore_refuses_what_does_not_fit(key, value, error, message):
     if key != "zzz":
         with pytest.raises(error, match=message):
             td.update_({"b": {"d": {"e": 1}}, key: value})
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_a_parameter_is_not_written_into_while_gradients_are_recorded():
     td = TensorDict({"a": torch.zeros(2), "w": nn.Parameter(torch.zeros(2))})
-    before = picture(td)
+    before = state(td)
     for write in (td.update_, lambda new: td.update(new, inplace=True)):
         with pytest.raises(RuntimeError, match="'w': cannot write into a tensor that requires"):
             write({"a": torch.ones(2), "w": torch.ones(2)})
-    assert picture(td) == before
+    assert state(td) == before
     with torch.no_grad():
         td.update_({"a": torch.ones(2), "w": torch.ones(2)})
     td.data.update_({"a": torch.ones(2), "w": 2})

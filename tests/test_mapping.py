@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pictures import state
 from strategies import flat, trees
 from torch._dynamo.testing import CompileCounter
 
@@ -13,16 +14,6 @@ from tdnn.errors import KeyConflictError, LockedError, MissingKeyError
 
 def make():
     return TensorDict({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "f": {}})
-
-
-def picture(td):
-    """Return all that a failed call must not change: nodes and leaves by identity, in order."""
-    found = [id(td), td.batch_size, td.names]
-    for key, value in td.items():
-        found += [key, id(value), value._version if isinstance(value, torch.Tensor) else 0]
-        if isinstance(value, TensorDict):
-            found += picture(value)
-    return found
 
 
 def walk(td, above=()):
@@ -137,11 +128,11 @@ def test_update_merges_branches_and_replaces_leaves(td, other, as_mapping, clone
         td = TensorDict(td.to_dict(), [2])  # a branch may have further dims that a leaf lacks
     expected = merged(td.to_dict(), other.to_dict())
     branches = {path: value for path, value in walk(td) if isinstance(value, TensorDict)}
-    source_before = picture(other)
+    source_before = state(other)
     result = td.update(other.to_dict() if as_mapping else other, clone=clone)
     assert result is td
     assert same(td.to_dict(), expected)
-    assert picture(other) == source_before
+    assert state(other) == source_before
     for path, branch in branches.items():
         if isinstance(td.get(path), TensorDict):
             assert td[path] is branch
@@ -187,14 +178,14 @@ def test_keys_to_update_says_which(method, kind):
     source = kind({"a": 7, "b": {"c": 8, "d": {"e": 9}}})
     getattr(td, method)(source, keys_to_update=["a", ("b", "d", "e")])
     assert td.to_dict() == {"a": 7, "b": {"c": 2, "d": {"e": 9}}, "f": {}}
-    before = picture(td)
+    before = state(td)
     with pytest.raises(MissingKeyError, match="zzz"):
         getattr(td, method)(source, keys_to_update=["a", "zzz"])
     with pytest.raises(MissingKeyError, match="zzz"):
         getattr(td, method)(source, keys_to_update=["a", ("b", "zzz")])
     with pytest.raises(TypeError, match=r"keys_to_update is a list of keys; write \['a'\]"):
         getattr(td, method)(source, keys_to_update="a")
-    assert picture(td) == before
+    assert state(td) == before
 
 
 @pytest.mark.parametrize("source", [5, [("a", 1)], torch.zeros(2), "ab"])
@@ -220,14 +211,14 @@ def test_update_takes_a_mapping_or_a_tree(source):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_an_update_that_fails_changes_nothing(wrong, error, inplace):
     td = make()
-    before = picture(td)
+    before = state(td)
     with pytest.raises(error):
         td.update({"a": 5, "new": {"x": 1}, "b": {"c": 6}, **wrong}, inplace=inplace)
     with pytest.raises(error):
         td.update(wrong, inplace=inplace, a=5, b={"c": 6})
     with pytest.raises(TypeError):
         td.update({"a": 5}, inplace=inplace, b={"c": 6}, z=None)
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_a_leaf_and_a_branch_cannot_both_be_set_at_one_key():
@@ -238,10 +229,10 @@ def test_a_leaf_and_a_branch_cannot_both_be_set_at_one_key():
 def test_an_update_of_a_locked_branch_changes_nothing():
     td = make()
     td["b", "d"].lock_()
-    before = picture(td)
+    before = state(td)
     with pytest.raises(LockedError, match=r"cannot set \('b', 'd', 'e'\)"):
         td.update({"a": 5, "b": {"c": 6, "d": {"e": 7}}})
-    assert picture(td) == before
+    assert state(td) == before
 
 
 # -- rename ----------------------------------------------------------------------------------------
@@ -257,13 +248,13 @@ def test_rename_moves_one_entry(td, data):
     new = data.draw(
         st.sampled_from([*paths, ("new",), (*old, "x"), ("new", "y"), (*paths[0], "z")])
     )
-    before, leaves, value = picture(td), flat(td), td[old]
+    before, leaves, value = state(td), flat(td), td[old]
     through = [new[:end] for end in range(1, len(new)) if new[:end] in leaves]
     inside = new[: len(old)] == old
     if not inside and (new in paths or [path for path in through if path != old]):
         with pytest.raises((KeyConflictError, MissingKeyError)):
             td.rename_key_(old, new)
-        assert picture(td) == before
+        assert state(td) == before
         return
     assert td.rename_key_(old, new) is td
     assert td[new] is value
@@ -280,22 +271,22 @@ def test_rename_moves_one_entry(td, data):
 
 def test_rename_over_an_entry_needs_to_be_asked_for():
     td = make()
-    before = picture(td)
+    before = state(td)
     for safe in (None, True):
         with pytest.raises(KeyConflictError, match="cannot rename 'a' to 'f', which is taken"):
             td.rename_key_("a", "f", safe)
-    assert picture(td) == before
+    assert state(td) == before
     assert td.rename_key_("a", "f", safe=False).to_dict() == {"b": {"c": 2, "d": {"e": 3}}, "f": 1}
 
 
 def test_rename_into_a_branch_that_it_does_not_fit_changes_nothing():
     td = TensorDict({"a": torch.zeros(3), "b": TensorDict({}, [3, 2])}, [3])
-    before = picture(td)
+    before = state(td)
     with pytest.raises(ValueError, match=r"\('b', 'a'\): shape \(3,\) does not begin with"):
         td.rename_key_("a", ("b", "a"))
     with pytest.raises(MissingKeyError, match=r"'zzz' is not in the TensorDict"):
         td.rename_key_("zzz", "y")
-    assert picture(td) == before
+    assert state(td) == before
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -342,7 +333,7 @@ def test_exclude_removes_what_is_named_and_all_below_it(td, data, inplace):
 
 def test_select_lists_all_keys_that_are_missing():
     td = make()
-    before = picture(td)
+    before = state(td)
     for inplace in (False, True):
         with pytest.raises(MissingKeyError, match="'zzz' is not in the TensorDict: no 'zzz'"):
             td.select("a", "zzz", inplace=inplace)
@@ -350,7 +341,7 @@ def test_select_lists_all_keys_that_are_missing():
             td.select("a", "y", ("b", "z"), inplace=inplace)
         with pytest.raises(MissingKeyError, match="goes through 'a', which is a leaf"):
             td.select(("a", "x"), inplace=inplace)
-    assert picture(td) == before
+    assert state(td) == before
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -371,10 +362,10 @@ def test_select_without_strict_passes_over_what_is_missing(inplace):
 def test_a_locked_branch_keeps_all_of_a_change_in_place_from_happening(change):
     td = make()
     td["b", "d"].lock_()
-    before = picture(td)
+    before = state(td)
     with pytest.raises(LockedError, match="in place"):
         change(td)
-    assert picture(td) == before
+    assert state(td) == before
 
 
 # -- split_keys ------------------------------------------------------------------------------------
@@ -431,7 +422,7 @@ def test_split_keys_keeps_the_further_dims_of_branches():
 
 def test_split_keys_reports_all_keys_that_are_missing():
     td = make()
-    before = picture(td)
+    before = state(td)
     for inplace in (False, True):
         with pytest.raises(MissingKeyError, match=r"cannot split off \['zzz', \('b', 'z'\)\]: not"):
             td.split_keys(["a", "zzz"], [("b", "z")], inplace=inplace)
@@ -439,7 +430,7 @@ def test_split_keys_reports_all_keys_that_are_missing():
             td.split_keys(["a"], ["a"], inplace=inplace)
     with pytest.raises(TypeError, match=r"a set of keys is .* write \['ab'\]"):
         td.split_keys("ab")
-    assert picture(td) == before
+    assert state(td) == before
 
 
 def test_split_keys_without_strict_passes_over_or_fills_in():
