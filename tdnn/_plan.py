@@ -139,7 +139,7 @@ class Plan:
             # Hot (test_kept_swap_speed): lists compare their items by identity first, in C. Two
             # trees that are not one cannot be told apart by `==`, which raises.
             return bool([*map(getitem, holders, names)] == held and [*map(len, dicts)] == sizes)
-        except Exception:
+        except (KeyError, RuntimeError, TypeError, ValueError):
             return False
 
     def remember(self) -> "Plan":
