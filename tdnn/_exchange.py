@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 from tdnn import _claims
 from tdnn._claims import Claim
 from tdnn._core import Scope, TensorDictBase
-from tdnn._keys import Path, as_key, hint, listing
-from tdnn._plan import SETATTR, Plan, Slots, nodes_of, title
+from tdnn._keys import NestedKey, Path, as_key, hint, listing
+from tdnn._plan import SETATTR, Plan, Slots, forget_plan, nodes_of, plan_for, refuse, title
 from tdnn.errors import MissingKeyError, SwapError
 
 __all__ = ["CopyExchange", "Exchange", "SlotExchange", "StateExchange"]
@@ -70,8 +70,8 @@ class _Turn(Claim):
 
     __slots__ = ("caches", "kept", "lazy", "new", "old", "plan", "values")
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan.root)
+    def __init__(self, plan: Plan, root: nn.Module) -> None:
+        super().__init__(root)
         self.plan = plan
         self.old: list[Any] | None = None  # what the slots held; None: not read yet
         self.new: list[Any] = []
@@ -79,6 +79,17 @@ class _Turn(Claim):
         self.lazy: Sequence[_LazyState] = ()
         self.caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
         self.values: Sequence[Tensor] = ()  # copies of what tensors held that were written to
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        return self.plan.modules(self.root)
+
+    def write(self, values: list[Any]) -> None:
+        """Write values into the slots."""
+        if self.plan.has_listeners:
+            _tell(self, values)
+        else:
+            deque(map(setitem, self.plan.targets, self.plan.keys, values), maxlen=0)
 
     def is_on(self) -> bool:
         if self.is_open or self.old is None:
@@ -91,30 +102,26 @@ class _Turn(Claim):
 class SlotExchange(Exchange):
     """The leaves themselves in the slots of a module."""
 
-    __slots__ = ("_all_parameters", "_plan")
+    __slots__ = ("_all_parameters", "_last")
 
     def __init__(self, tree: TensorDictBase, module: nn.Module) -> None:
         super().__init__(tree, module)
-        self._plan = Plan(tree, module)
         self._all_parameters = False
+        self._last: Any = None  # the plan, the lock of the tree, and its leaves
 
     # -- in ------------------------------------------------------------------------------------
 
     def put(self) -> None:
-        plan, new = self._current()
-        kinds = set(map(type, new))
-        self._all_parameters = kinds == _ONLY_PARAMETERS
-        if not self._all_parameters and any([issubclass(k, TensorDictBase) for k in kinds]):
-            plan.refuse()
+        plan, new = self._read()
         self._check(plan, new)
-        turn = _Turn(plan)
+        turn = _Turn(plan, self._root)
         try:
             _claims.take(turn)
             turn.old = list(map(getitem, plan.targets, plan.keys))
             if plan.has_lazy:
-                turn.lazy = _lazy_states(plan)
+                turn.lazy = _lazy_states(turn)
             if plan.has_listeners:
-                turn.caches = _caches(plan)
+                turn.caches = _caches(turn)
             self._bring_in(turn, new)
             _forget_cached()
         except BaseException as error:
@@ -122,7 +129,8 @@ class SlotExchange(Exchange):
             if turn.old is not None:
                 self._restore(turn, turn.old)
             elif isinstance(error, KeyError):  # the module lost a slot since it was planned
-                self._plan = Plan(self._tree, self._root).remember()
+                self._last = None
+                forget_plan(self._tree)
                 self.put()
                 return
             raise
@@ -131,25 +139,51 @@ class SlotExchange(Exchange):
         if self._found is None:
             self._found = plan, turn.old
 
-    def _current(self) -> tuple[Plan, list[Any]]:
-        """Return the plan and the leaves; a new plan if the tree or the module was rebuilt."""
-        plan = self._plan
-        if self._found is None:
-            return plan, list(map(getitem, plan.homes, plan.keys))
+    def _read(self) -> tuple[Plan, list[Any]]:
+        """Return the plan and the leaves, which are those of the last time in a locked tree."""
+        tree, lock = self._tree, self._tree._lock
+        if self._last is not None and lock is not None and not torch.compiler.is_compiling():
+            plan, last_lock, new = self._last
+            if lock is last_lock and plan.fits_module():
+                return plan, new
+        plan = plan_for(tree, self._root)
         try:
-            if plan.is_current():
-                return plan, list(map(getitem, plan.homes, plan.keys))
-        except KeyError:
-            pass
-        self._plan = plan = Plan(self._tree, self._root).remember()
-        return plan, list(map(getitem, plan.homes, plan.keys))
+            new = plan.leaves()
+        except KeyError:  # an entry was renamed since it was planned
+            forget_plan(tree)
+            plan = plan_for(tree, self._root)
+            new = plan.leaves()
+        kinds = set(map(type, new))
+        self._all_parameters = kinds == _ONLY_PARAMETERS
+        if not self._all_parameters and any([issubclass(k, TensorDictBase) for k in kinds]):
+            refuse(tree, self._root)
+        self._last = (plan, lock, new) if plan.is_plain and lock is not None else None
+        return plan, new
 
     def _check(self, plan: Plan, new: list[Any]) -> None:
         if plan.is_shared:
-            _refuse_two_values(plan, plan.slot_ids(), new)
+            self._refuse_two_values(plan, plan.slot_ids(), new)
+
+    def _refuse_two_values(self, plan: Plan, places: Sequence[Any], new: list[Any]) -> None:
+        """Raise if the tree has two values for one of the ``places``."""
+        if torch.compiler.is_compiling():
+            return
+        first: dict[Any, int] = {}
+        for i, place in enumerate(places):
+            one, two = new[first.setdefault(place, i)], new[i]
+            if one is two or _is_transformed(two):
+                continue
+            if one.shape != two.shape or not torch.equal(one, two):
+                raise SwapError(
+                    f"{self._key(plan, i)!r} is one slot of {title(self._root)} with two names, "
+                    "and the tree has two values for it"
+                )
+
+    def _key(self, plan: Plan, i: int) -> NestedKey:
+        return as_key(plan.paths(self._tree, self._root)[i])
 
     def _bring_in(self, turn: _Turn, new: list[Any]) -> None:
-        _write(turn.plan, new)
+        turn.write(new)
 
     def keep_parameters(self) -> None:
         """Wrap plain tensors in ``nn.Parameter`` where a parameter was; a block unwraps them.
@@ -173,14 +207,14 @@ class SlotExchange(Exchange):
             kept.append(leaf)
         if made:
             turn.kept = kept
-            _write(turn.plan, kept)
+            turn.write(kept)
 
     def enter(self, node: TensorDictBase) -> None:
         """Begin a block, on the leaves themselves."""
         super().enter(node)
         turn = self._stack[-1]
         if turn.kept:
-            _write(turn.plan, turn.new)
+            turn.write(turn.new)
             turn.kept = ()
 
     # -- out -----------------------------------------------------------------------------------
@@ -205,7 +239,7 @@ class SlotExchange(Exchange):
             slots[key] = None
         self._restore(turn, old)
         if changed or later:
-            _restore_order(plan)
+            _restore_order(turn)
             if not failed:
                 self._write_back(turn, now, assigned)
 
@@ -214,7 +248,7 @@ class SlotExchange(Exchange):
         for module, attributes in turn.caches:
             module.__dict__.update(attributes)
         try:
-            _write(turn.plan, old)
+            turn.write(old)
         except BaseException:  # a module's own __setattr__ refused a value
             deque(map(setitem, turn.plan.targets, turn.plan.keys, old), maxlen=0)
             raise
@@ -251,7 +285,7 @@ class SlotExchange(Exchange):
 
     def held(self) -> dict[str, Any]:
         plan, found = self._found
-        pairs = zip(plan.paths(), found, strict=True)
+        pairs = zip(plan.paths(self._tree, self._root), found, strict=True)
         return _nested([(path, value) for path, value in pairs if value is not None])
 
 
@@ -276,13 +310,13 @@ class CopyExchange(SlotExchange):
         faults = []
         for i, (target, leaf) in enumerate(zip(targets, new, strict=True)):
             if target is None or is_lazy(target) or is_lazy(leaf):
-                faults.append(f"{plan.key_of(i)!r} has no memory to copy into or from")
+                faults.append(f"{self._key(plan, i)!r} has no memory to copy into or from")
             elif target.shape != leaf.shape:
                 shapes = f"shape {tuple(leaf.shape)} for a slot of shape {tuple(target.shape)}"
-                faults.append(f"{plan.key_of(i)!r} has {shapes}")
+                faults.append(f"{self._key(plan, i)!r} has {shapes}")
         if faults:
             raise ValueError(f"cannot copy into {title(self._root)}: {'; '.join(faults)}")
-        _refuse_two_values(plan, list(map(id, targets)), new)
+        self._refuse_two_values(plan, list(map(id, targets)), new)
 
     def _bring_in(self, turn: _Turn, new: list[Any]) -> None:
         old: Any = turn.old
@@ -402,22 +436,15 @@ class StateExchange(Exchange):
 # -- writing to slots --------------------------------------------------------------------------
 
 
-def _write(plan: Plan, values: list[Any]) -> None:
-    if plan.has_listeners:
-        _tell(plan, values)
-    else:
-        deque(map(setitem, plan.targets, plan.keys, values), maxlen=0)
-
-
-def _tell(plan: Plan, values: list[Any]) -> None:
+def _tell(turn: _Turn, values: list[Any]) -> None:
     """Write the slots, through its own ``__setattr__`` where a module has one."""
     owners = {
         id(slots): module
-        for module in plan.modules
+        for module in turn.modules
         if type(module).__setattr__ is not SETATTR
         for slots in (module._parameters, module._buffers)
     }
-    for slots, key, value in zip(plan.targets, plan.keys, values, strict=True):
+    for slots, key, value in zip(turn.plan.targets, turn.plan.keys, values, strict=True):
         if id(slots) in owners:
             _set_through(owners[id(slots)], slots, key, value)
         else:
@@ -443,11 +470,11 @@ def _set_through(module: nn.Module, slots: Slots, key: str, value: Any) -> None:
     slots[key] = value
 
 
-def _restore_order(plan: Plan) -> None:
+def _restore_order(turn: _Turn) -> None:
     """Bring the names back into their order, if the block deleted and remade a slot."""
-    planned = tuple(dict.fromkeys(plan.keys))
-    orders = [(module._parameters, planned) for module in plan.modules]
-    for slots, order in [*plan.orders, *orders]:
+    planned = tuple(dict.fromkeys(turn.plan.keys))
+    orders = [(module._parameters, planned) for module in turn.modules]
+    for slots, order in [*turn.plan.orders, *orders]:
         wanted = [key for key in order if key in slots]
         if wanted != [key for key in slots if key in set(wanted)]:
             held = dict(slots)
@@ -468,7 +495,7 @@ def _hand_over(turn: _Turn, later: list[Claim], now: list[Any]) -> tuple[list[An
     mine = {slot: i for i, slot in enumerate(turn.plan.slot_ids())}
     write, left = list(turn.old or ()), list(now)
     for other in later:
-        if not isinstance(other, _Turn) or other.plan.modules.isdisjoint(turn.plan.modules):
+        if not isinstance(other, _Turn) or other.modules.isdisjoint(turn.modules):
             continue
         if not other.is_open:
             _claims.release(other)
@@ -508,34 +535,18 @@ class _LazyState:
             hooks.update(entries)
 
 
-def _lazy_states(plan: Plan) -> list[_LazyState]:
-    return [_LazyState(module) for module in plan.modules if isinstance(module, LazyModuleMixin)]
+def _lazy_states(turn: _Turn) -> list[_LazyState]:
+    return [_LazyState(module) for module in turn.modules if isinstance(module, LazyModuleMixin)]
 
 
-def _caches(plan: Plan) -> list[tuple[nn.Module, dict[str, Any]]]:
+def _caches(turn: _Turn) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return the lists in which RNNs keep their weights once more; a forward makes new ones."""
     names = ("_flat_weights", "_flat_weight_refs")  # as of torch 2.14
     return [
         (module, {name: module.__dict__[name] for name in names if name in module.__dict__})
-        for module in plan.modules
+        for module in turn.modules
         if isinstance(module, nn.RNNBase)
     ]
-
-
-def _refuse_two_values(plan: Plan, places: Sequence[Any], new: list[Any]) -> None:
-    """Raise if the tree has two values for one of the ``places`` that it reaches by two names."""
-    if torch.compiler.is_compiling():
-        return
-    first: dict[Any, int] = {}
-    for i, place in enumerate(places):
-        one, two = new[first.setdefault(place, i)], new[i]
-        if one is two or _is_transformed(two):
-            continue
-        if one.shape != two.shape or not torch.equal(one, two):
-            raise SwapError(
-                f"{plan.key_of(i)!r} is one slot of {title(plan.root)} with two names, "
-                "and the tree has two values for it"
-            )
 
 
 def _copied(leaf: Any, value: Any) -> bool:

@@ -52,7 +52,16 @@ class Scope(ABC):
 class Node:
     """The slots of a node and the primitives on them; nothing here is checked or locked."""
 
-    __slots__ = ("__weakref__", "_batch_size", "_data", "_device", "_lock", "_names", "_scope")
+    __slots__ = (
+        "__weakref__",
+        "_batch_size",
+        "_data",
+        "_device",
+        "_last_plan",
+        "_lock",
+        "_names",
+        "_scope",
+    )
 
     # Classes that lower layers make and higher ones define; each is set beside its definition.
     _kind: ClassVar[Any]  # of what an operation on this class returns
@@ -66,6 +75,7 @@ class Node:
     _names: Names
     _lock: list["weakref.ref[Node]"] | None  # None: unlocked; else the locked parents
     _scope: Scope | None
+    _last_plan: Any  # of the last swap into a module; unset before the first one
 
     def _like(self, data: dict[str, Any], batch_size: torch.Size, names: Names = None) -> Self:
         """Return a new unlocked node on this one's device; nothing is checked."""

@@ -4,26 +4,40 @@ A *slot* is an entry of ``module._parameters`` or ``module._buffers``. A plan fi
 every leaf, or lists all leaves that have none, before anything is written.
 """
 
+import weakref
 from operator import getitem, is_
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tdnn._core import TensorDictBase
-from tdnn._keys import NestedKey, Path, as_key, hint
+from tdnn._keys import Path, as_key, hint
 from tdnn.errors import MissingKeyError, SwapError
 
-__all__ = ["SETATTR", "Plan", "Slots", "batched", "nodes_of", "title"]
+__all__ = [
+    "SETATTR",
+    "Plan",
+    "Slots",
+    "batched",
+    "forget_plan",
+    "nodes_of",
+    "plan_for",
+    "refuse",
+    "title",
+]
 
 Slots: TypeAlias = dict[str, Any]
 
 SETATTR: Any = nn.Module.__setattr__
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Plan:
     """A slot for every leaf of a tree; it does not look at the leaves themselves.
+
+    It refers neither to the tree nor to the module, so that the tree can remember it.
 
     Raises:
         MissingKeyError: some entries have no place; all are listed.
@@ -31,54 +45,59 @@ class Plan:
     """
 
     __slots__ = (
-        "_shape",
+        "children",
         "has_lazy",
         "has_listeners",
         "homes",
+        "is_plain",
         "is_shared",
         "keys",
-        "modules",
         "nones",
         "orders",
-        "root",
         "targets",
-        "tree",
-        "visits",
+        "watches",
     )
 
-    def __init__(self, tree: TensorDictBase, root: nn.Module) -> None:
-        self.tree = tree
-        self.root = root
+    def __init__(self, tree: TensorDictBase, root: nn.Module, watch: bool = False) -> None:
         # Of each slot: the dict of the tree that has its leaf, the dict of the module, the key.
         self.homes: list[Slots] = []
         self.targets: list[Slots] = []
         self.keys: list[str] = []
         self.orders: list[tuple[Slots, tuple[str, ...]]] = []  # of the names of buffers
         self.nones: list[tuple[Slots, Slots, str]] = []  # buffers without a value, and their home
-        self._shape: Any = None
-        entered = [root]
+        self.children: list[nn.Module] = []  # that it enters; one with two names is here twice
         # Each dict of the tree, with its module.
-        self.visits = [(home, root) for home in tree._dicts()]
-        self._visit(entered)
+        visits = [(home, root) for home in tree._dicts()]
+        kinds: set[type] = {type(tree)}  # of the nodes
+        self._visit(tree, root, visits, kinds)
+        self.is_plain = kinds == {tree._kind}
         if self.nones:  # the nodes of a TensorDictParams have several dicts
             taken = set(self.slot_ids())
             nones = {(id(slots), key): (home, slots, key) for home, slots, key in self.nones}
             self.nones = [none for slot, none in nones.items() if slot not in taken]
-        self.modules = set(entered)
-        self.is_shared = len(self.modules) < len(entered)
-        kinds = set(map(type, self.modules))
-        self.has_listeners = any([kind.__setattr__ is not SETATTR for kind in kinds])
-        self.has_lazy = any([issubclass(kind, LazyModuleMixin) for kind in kinds])
+        modules = self.modules(root)
+        self.is_shared = len(modules) <= len(self.children)
+        classes = set(map(type, modules))
+        self.has_listeners = any([each.__setattr__ is not SETATTR for each in classes])
+        self.has_lazy = any([issubclass(each, LazyModuleMixin) for each in classes])
+        self.watches: tuple[Watch, Watch] | None = None  # of the module and of the tree
+        if watch and kinds <= {tree._kind, tree._params_kind}:  # others make their dicts anew
+            self.watches = _watch_module(self, visits), _watch_tree(tree)
 
-    def _visit(self, entered: list[nn.Module]) -> None:
+    def _visit(
+        self,
+        tree: TensorDictBase,
+        root: nn.Module,
+        visits: list[tuple[Slots, nn.Module]],
+        kinds: set[type],
+    ) -> None:
         """Find a slot for every leaf.
 
         Hot (test_to_module_speed): flat lists, local names, one loop over a list that grows, and
         no look at the leaves themselves.
         """
-        homes, targets, keys, visits = self.homes, self.targets, self.keys, self.visits
-        plain = self.tree._kind  # nodes whose entries are all in the one dict _data
-        params = self.tree._params_kind  # and those whose entries are in the dicts of a module
+        homes, targets, keys, children = self.homes, self.targets, self.keys, self.children
+        plain = tree._kind  # nodes whose entries are all in the one dict _data
         for home, module in visits:
             parameters: Any = module._parameters
             modules = module._modules
@@ -92,82 +111,54 @@ class Plan:
                     branch, child = home[key], modules[key]
                     if type(branch) is plain and child is not None and not branch._batch_size:
                         visits.append((branch._data, child))
-                    elif type(branch) is params and child is not None and not branch._batch_size:
-                        for below in (branch._parameters, branch._buffers, branch._modules):
-                            if below:
-                                visits.append((below, child))
+                    elif child is not None and isinstance(branch, TensorDictBase):
+                        visits += _doubtful(branch, child, key)
+                        kinds.add(type(branch))
                     else:
-                        visits += self._doubtful(branch, child, key)
-                    entered.append(child)  # type: ignore[arg-type]  # None was refused
+                        refuse(tree, root)
+                    children.append(child)
                 elif key in buffers:
                     homes.append(home)
                     targets.append(buffers)
                     keys.append(key)
                 elif not isinstance(home[key], TensorDictBase) or home[key]._data:
-                    self.refuse()
+                    refuse(tree, root)
             if buffers:
                 self.orders.append((buffers, tuple(buffers)))
                 for key in buffers:
                     if buffers[key] is None and key not in home:
                         self.nones.append((home, buffers, key))
 
-    def _doubtful(
-        self, branch: Any, child: nn.Module | None, key: str
-    ) -> list[tuple[Slots, nn.Module]]:
-        """Return the dicts of a branch, with its module, unless something is wrong with it."""
-        if child is None or not isinstance(branch, TensorDictBase):
-            self.refuse()
-        if branch._batch_size and not isinstance(child, TensorDictBase):
-            raise batched(branch, key)
-        return [(below, child) for below in branch._dicts() if below]
+    def modules(self, root: nn.Module) -> set[nn.Module]:
+        """Return the modules that it enters."""
+        return {root, *self.children}
 
-    def refuse(self) -> NoReturn:
-        """Raise the error that lists all entries without a place in the module."""
-        faults = "; ".join(_faults(self.tree, self.root, ()))
-        raise MissingKeyError(f"cannot swap into {title(self.root)}: {faults}")
+    def slot_ids(self) -> list[tuple[int, str]]:
+        return list(zip(map(id, self.targets), self.keys, strict=True))
 
-    # -- whether it is still right -------------------------------------------------------------
+    def fits_module(self) -> bool:
+        """Return whether the module is known to be built as it was when this was planned."""
+        return self.watches is not None and self.watches[0].holds()
 
-    def is_current(self) -> bool:
-        """Return whether the tree and the module are built as when they were remembered."""
-        if self._shape is None:
-            return False
-        holders, names, held, dicts, sizes = self._shape
-        if torch.compiler.is_compiling():
-            return all(map(is_, map(getitem, holders, names), held))
-        try:
-            # Hot (test_kept_swap_speed): lists compare their items by identity first, in C. Two
-            # trees that are not one cannot be told apart by `==`, which raises.
-            return bool([*map(getitem, holders, names)] == held and [*map(len, dicts)] == sizes)
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            return False
+    def fits_tree(self) -> bool:
+        """Return the same of the tree."""
+        return self.watches is not None and self.watches[1].holds()
 
-    def remember(self) -> "Plan":
-        """Remember how the tree and the module are built; it costs about as much as the plan."""
-        self._shape = self._read_shape()
-        return self
+    def clear(self) -> None:
+        """Let go of everything: the module is garbage."""
+        self.watches = None
+        for rows in (self.homes, self.targets, self.keys, self.orders, self.nones, self.children):
+            rows.clear()
 
-    def _read_shape(self) -> Any:
-        """Return what must stay: branches, modules, and the number of entries of each."""
-        links: list[tuple[Slots, str, Any]] = []
-        for home, module in self.visits:
-            children: Any = module._modules
-            for key, value in home.items():
-                if isinstance(value, TensorDictBase):
-                    links.append((home, key, value))
-                    if key in children:
-                        links.append((children, key, children[key]))
-        dicts = [home for _, _, home in nodes_of(self.tree, ())]
-        holders, names, held = ([link[i] for link in links] for i in range(3))
-        return holders, names, held, dicts, [*map(len, dicts)]
+    def leaves(self) -> list[Any]:
+        """Return what the tree has for each slot now."""
+        return list(map(getitem, self.homes, self.keys))
 
-    # -- names, for messages and trees ---------------------------------------------------------
-
-    def paths(self) -> list[Path]:
+    def paths(self, tree: TensorDictBase, root: nn.Module) -> list[Path]:
         """Return the path of each slot: in the tree, or, if that has changed, in the module."""
-        at = {id(home): path for path, _, home in nodes_of(self.tree, ())}
+        at = {id(home): path for path, _, home in nodes_of(tree, ())}
         if not all([id(home) in at for home in self.homes]):
-            for name, module in self.root.named_modules(remove_duplicate=False):
+            for name, module in root.named_modules(remove_duplicate=False):
                 path = tuple(name.split(".")) if name else ()
                 for slots in (module._parameters, module._buffers):
                     at.setdefault(id(slots), path)
@@ -176,17 +167,92 @@ class Plan:
             above = at.get(id(home), at.get(id(slots)))
             if above is None:
                 raise SwapError(
-                    f"{title(self.root)} and the tree have both changed since the swap, so that "
+                    f"{title(root)} and the tree have both changed since the swap, so that "
                     "what the module held has no names any more"
                 )
             found.append((*above, key))
         return found
 
-    def key_of(self, i: int) -> NestedKey:
-        return as_key(self.paths()[i])
 
-    def slot_ids(self) -> list[tuple[int, str]]:
-        return list(zip(map(id, self.targets), self.keys, strict=True))
+def _doubtful(branch: TensorDictBase, child: nn.Module, key: str) -> list[tuple[Slots, nn.Module]]:
+    """Return the dicts of a branch that is not plain, with its module."""
+    if branch._batch_size and not isinstance(child, TensorDictBase):
+        raise batched(branch, key)
+    return [(below, child) for below in branch._dicts() if below]
+
+
+# -- a plan that is used again -----------------------------------------------------------------
+
+
+def plan_for(tree: TensorDictBase, root: nn.Module) -> Plan:
+    """Return a plan: the one that the tree remembers, if both are built as they were then.
+
+    Many trees are swapped once, so it remembers no more than the module at first. The module is
+    not kept alive, but the dicts of parts that leave it may be, until the next swap.
+    """
+    if is_compiling():
+        return Plan(tree, root)
+    seen = getattr(tree, "_last_plan", None)
+    if seen is None or seen[0]() is not root:
+        tree._last_plan = weakref.ref(root), None
+        return Plan(tree, root)
+    last: Plan | None = seen[1]
+    if last is not None and last.fits_module() and last.fits_tree():
+        return last
+    plan = Plan(tree, root, watch=True)
+    if plan.watches is not None:
+        tree._last_plan = weakref.ref(root, lambda _: plan.clear()), plan
+    return plan
+
+
+def forget_plan(tree: TensorDictBase) -> None:
+    tree._last_plan = None
+
+
+class Watch:
+    """Entries that must stay the same objects, and dicts that must keep their sizes."""
+
+    __slots__ = ("_dicts", "_held", "_holders", "_names", "_sizes")
+
+    def __init__(self, links: list[tuple[Slots, str, Any]], dicts: list[Slots]) -> None:
+        self._holders, self._names, self._held = ([link[i] for link in links] for i in range(3))
+        self._dicts = dicts
+        self._sizes = [*map(len, dicts)]
+
+    def holds(self) -> bool:
+        # Hot (test_to_module_speed, test_kept_swap_speed): all loops run in C.
+        try:
+            now = map(getitem, self._holders, self._names)
+            return all(map(is_, now, self._held)) and [*map(len, self._dicts)] == self._sizes
+        except KeyError:
+            return False
+
+
+def _watch_tree(tree: TensorDictBase) -> Watch:
+    """Watch the branches of a tree, and that no entry comes or goes."""
+    nodes = nodes_of(tree, ())
+    links = [
+        (home, key, value)
+        for _, _, home in nodes
+        for key, value in home.items()
+        if isinstance(value, TensorDictBase)
+    ]
+    return Watch(links, [home for _, _, home in nodes])
+
+
+def _watch_module(plan: Plan, visits: list[tuple[Slots, nn.Module]]) -> Watch:
+    """Watch the modules that a plan enters, the dicts it writes to, and buffers not in the tree."""
+    taken = set(plan.slot_ids())
+    links: list[tuple[Slots, str, Any]] = []
+    for home, module in visits:
+        children: Any = module._modules
+        links += [(children, key, children[key]) for key in home if key in children]
+    modules = dict.fromkeys(module for _, module in visits)
+    for module in modules:
+        own, buffers = vars(module), cast(Slots, module._buffers)
+        links += [(own, name, own[name]) for name in _REGISTRIES if own[name]]
+        links += [(buffers, k, b) for k, b in buffers.items() if (id(buffers), k) not in taken]
+    return Watch(links, [cast(Slots, module._buffers) for module in modules])
 
 
 def nodes_of(tree: TensorDictBase, above: Path) -> list[tuple[Path, TensorDictBase, Slots]]:
@@ -206,6 +272,12 @@ def batched(tree: TensorDictBase, key: str | None = None) -> SwapError:
         f"{what} has batch size {tuple(tree._batch_size)}, but a module takes one set of "
         f"weights: index it ({index}) or map over it with torch.vmap"
     )
+
+
+def refuse(tree: TensorDictBase, root: nn.Module) -> NoReturn:
+    """Raise the error that lists all entries of a tree without a place in a module."""
+    faults = "; ".join(_faults(tree, root, ()))
+    raise MissingKeyError(f"cannot swap into {title(root)}: {faults}")
 
 
 def _faults(tree: TensorDictBase, module: nn.Module, above: Path) -> list[str]:
