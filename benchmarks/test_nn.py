@@ -165,7 +165,9 @@ def many_by_hand(make, how, inputs):
         weights, _ = torch.func.stack_module_state(nets)
     else:
         weights = {
-            key: value.data.expand(COPIES, *value.shape) for key, value in state(net).items()
+            # A TensorDictParams makes parameters of them, through which gradients flow.
+            key: value.data.expand(COPIES, *value.shape).requires_grad_(how[1])
+            for key, value in state(net).items()
         }
     run = torch.vmap(partial(functional_call, net), (0, None))
     return lambda: run(weights, inputs)

@@ -3,29 +3,32 @@
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from threading import get_ident
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from tdnn._plan import title
 from tdnn.errors import SwapError
 
-__all__ = ["Claim", "release", "take"]
+__all__ = ["Claim", "is_latest", "release", "take"]
 
 _CLAIMS: list["weakref.ref[Claim]"] = []  # oldest first
 _LOCK = threading.Lock()
+_taken = 0  # how many there were
 
 
 class Claim(ABC):
     """A module that is in a swap of a thread, until it is released or garbage."""
 
-    __slots__ = ("__weakref__", "is_open", "is_over", "root", "thread")
+    __slots__ = ("__weakref__", "is_open", "is_over", "number", "root", "thread")
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.is_open = False  # whether a block runs on it
         self.is_over = False  # whether it ended with a block around it
         self.thread = 0
+        self.number = 0
 
     @abstractmethod
     def is_on(self) -> bool:
@@ -38,11 +41,14 @@ def take(claim: Claim) -> None:
     Raises:
         SwapError: another thread is in a swap of the module, or of a part of it.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
-    claim.thread = threading.get_ident()
+    global _taken
+    claim.thread = get_ident()
     with _LOCK:
-        name = _rival(claim)
+        _taken += 1
+        claim.number = _taken
+        name = _rival(claim) if _CLAIMS else None
         if name is None:
             _CLAIMS.append(weakref.ref(claim))
     if name is not None:
@@ -50,6 +56,11 @@ def take(claim: Claim) -> None:
             f"{title(claim.root)} is in a swap of thread {name!r}; wait until that block ends and "
             "the swap is let go, or give each thread its own copy"
         )
+
+
+def is_latest(claim: Claim) -> bool:
+    """Return whether no swap of any module began after this one."""
+    return not is_compiling() and claim.number == _taken
 
 
 def _rival(claim: Claim) -> str | None:
@@ -67,7 +78,7 @@ def _rival(claim: Claim) -> str | None:
 
 def release(claim: Claim) -> list[Claim]:
     """Let go of the module; return the claims of this thread that came later and are there."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return []
     with _LOCK:
         at = len(_CLAIMS) - 1
@@ -75,9 +86,12 @@ def release(claim: Claim) -> list[Claim]:
             at -= 1
         if at < 0:  # taken inside a compiled function
             return []
-        after = [ref() for ref in _CLAIMS[at + 1 :]]
+        after = _CLAIMS[at + 1 :]
         del _CLAIMS[at]
-    return [other for other in after if other is not None and other.thread == claim.thread]
+    if not after:
+        return []
+    others = [ref() for ref in after]
+    return [other for other in others if other is not None and other.thread == claim.thread]
 
 
 def _meet(one: nn.Module, other: nn.Module) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.jit import ScriptModule
 from torch.nn import Parameter
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
@@ -58,7 +60,7 @@ class Exchange(Scope):
     def enter(self, node: TensorDictBase) -> None:
         """Begin a block: the first one with what ``put`` brought in, later ones anew."""
         stack = self._stack
-        if stack and stack[-1].is_over:
+        if stack and not stack[-1].is_open and not stack[-1].is_there():
             stack.pop()
         if not stack or stack[-1].is_open:
             self.put()
@@ -97,6 +99,16 @@ class _Turn(Claim):
         plan = self.plan
         now = map(dict.get, plan.targets, plan.keys)
         return any(map(is_, now, self.kept or self.new))
+
+    def is_there(self) -> bool:
+        """Return whether a block can begin with what is in the slots: no other swap took its place.
+
+        What was assigned to a slot right after the swap is in the block too.
+        """
+        if self.is_over or _claims.is_latest(self):
+            return not self.is_over
+        now = map(dict.get, self.plan.targets, self.plan.keys)
+        return all(map(is_, now, self.kept or self.new))
 
 
 class SlotExchange(Exchange):
@@ -142,7 +154,7 @@ class SlotExchange(Exchange):
     def _read(self) -> tuple[Plan, list[Any]]:
         """Return the plan and the leaves, which are those of the last time in a locked tree."""
         tree, lock = self._tree, self._tree._lock
-        if self._last is not None and lock is not None and not torch.compiler.is_compiling():
+        if self._last is not None and lock is not None and not is_compiling():
             plan, last_lock, new = self._last
             if lock is last_lock and plan.fits_module():
                 return plan, new
@@ -166,7 +178,7 @@ class SlotExchange(Exchange):
 
     def _refuse_two_values(self, plan: Plan, places: Sequence[Any], new: list[Any]) -> None:
         """Raise if the tree has two values for one of the ``places``."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         first: dict[Any, int] = {}
         for i, place in enumerate(places):
@@ -192,7 +204,7 @@ class SlotExchange(Exchange):
         are, or else no gradient would reach them.
         """
         turn = self._stack[-1]
-        if self._all_parameters or torch.compiler.is_compiling() or _in_transform():
+        if self._all_parameters or is_compiling() or _in_transform():
             return
         made: dict[tuple[int, bool], Parameter] = {}  # so that a tie stays one
         kept = []
@@ -363,17 +375,20 @@ class _StateTurn(Claim):
         self.slots: list[tuple[Slots, Slots]] = [
             (slots, dict(slots))
             for module in root.modules()
+            if not isinstance(module, ScriptModule)  # its tensors are only overwritten
             for slots in (cast(Slots, module._parameters), cast(Slots, module._buffers))
         ]
-        tensors = [tensor for _, held in self.slots for tensor in held.values()]
         self.values = [
             (tensor, tensor.detach().clone())
-            for tensor in dict.fromkeys(tensors)
-            if tensor is not None and not is_lazy(tensor)
+            for tensor in (*root.parameters(), *root.buffers())
+            if not is_lazy(tensor)
         ]
 
     def is_on(self) -> bool:
         return True  # the values are copies, so nothing shows
+
+    def is_there(self) -> bool:
+        return not self.is_over
 
     def restore(self) -> None:
         for slots, held in self.slots:
@@ -563,7 +578,7 @@ def _copied(leaf: Any, value: Any) -> bool:
 def _forget_cached() -> None:
     """Drop what ``parametrize.cached()`` holds: it was computed from other weights."""
     # No public name for this as of torch 2.14.
-    if parametrize._cache_enabled and not torch.compiler.is_compiling():
+    if parametrize._cache_enabled and not is_compiling():
         parametrize._cache.clear()
 
 

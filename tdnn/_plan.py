@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from torch import nn
 from torch.compiler import is_compiling
+from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tdnn._core import TensorDictBase
@@ -31,7 +32,6 @@ __all__ = [
 Slots: TypeAlias = dict[str, Any]
 
 SETATTR: Any = nn.Module.__setattr__
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Plan:
@@ -41,7 +41,7 @@ class Plan:
 
     Raises:
         MissingKeyError: some entries have no place; all are listed.
-        SwapError: a branch has batch dims.
+        SwapError: a branch has batch dims, or a module is a ``ScriptModule``.
     """
 
     __slots__ = (
@@ -78,6 +78,7 @@ class Plan:
         modules = self.modules(root)
         self.is_shared = len(modules) <= len(self.children)
         classes = set(map(type, modules))
+        _refuse_scripts(classes)
         self.has_listeners = any([each.__setattr__ is not SETATTR for each in classes])
         self.has_lazy = any([issubclass(each, LazyModuleMixin) for each in classes])
         self.watches: tuple[Watch, Watch] | None = None  # of the module and of the tree
@@ -124,10 +125,16 @@ class Plan:
                 elif not isinstance(home[key], TensorDictBase) or home[key]._data:
                     refuse(tree, root)
             if buffers:
-                self.orders.append((buffers, tuple(buffers)))
-                for key in buffers:
-                    if buffers[key] is None and key not in home:
-                        self.nones.append((home, buffers, key))
+                self._note_buffers(home, module)
+
+    def _note_buffers(self, home: Slots, module: nn.Module) -> None:
+        """Note the order of a module's buffers, and those without a value."""
+        _refuse_scripts({type(module)})
+        buffers: Any = module._buffers
+        self.orders.append((buffers, tuple(buffers)))
+        for key in buffers:
+            if buffers[key] is None and key not in home:
+                self.nones.append((home, buffers, key))
 
     def modules(self, root: nn.Module) -> set[nn.Module]:
         """Return the modules that it enters."""
@@ -212,18 +219,22 @@ def forget_plan(tree: TensorDictBase) -> None:
 class Watch:
     """Entries that must stay the same objects, and dicts that must keep their sizes."""
 
-    __slots__ = ("_dicts", "_held", "_holders", "_names", "_sizes")
+    __slots__ = ("_dicts", "_empty", "_held", "_holders", "_names", "_sizes")
 
     def __init__(self, links: list[tuple[Slots, str, Any]], dicts: list[Slots]) -> None:
         self._holders, self._names, self._held = ([link[i] for link in links] for i in range(3))
-        self._dicts = dicts
-        self._sizes = [*map(len, dicts)]
+        self._empty = [slots for slots in dicts if not slots]
+        self._dicts = [slots for slots in dicts if slots]
+        self._sizes = [*map(len, self._dicts)]
 
     def holds(self) -> bool:
         # Hot (test_to_module_speed, test_kept_swap_speed): all loops run in C.
         try:
-            now = map(getitem, self._holders, self._names)
-            return all(map(is_, now, self._held)) and [*map(len, self._dicts)] == self._sizes
+            return (
+                all(map(is_, map(getitem, self._holders, self._names), self._held))
+                and not any(self._empty)
+                and [*map(len, self._dicts)] == self._sizes
+            )
         except KeyError:
             return False
 
@@ -246,12 +257,17 @@ def _watch_module(plan: Plan, visits: list[tuple[Slots, nn.Module]]) -> Watch:
     links: list[tuple[Slots, str, Any]] = []
     for home, module in visits:
         children: Any = module._modules
+        buffers: Any = module._buffers
         links += [(children, key, children[key]) for key in home if key in children]
-    modules = dict.fromkeys(module for _, module in visits)
-    for module in modules:
-        own, buffers = vars(module), cast(Slots, module._buffers)
-        links += [(own, name, own[name]) for name in _REGISTRIES if own[name]]
         links += [(buffers, k, b) for k, b in buffers.items() if (id(buffers), k) not in taken]
+    used = {id(slots) for slots in (*plan.targets, *[slots for slots, _, _ in links])}
+    modules = dict.fromkeys(module for _, module in visits)
+    links += [
+        (vars(module), name, slots)
+        for module in modules
+        for name, slots in vars(module).items()
+        if id(slots) in used
+    ]
     return Watch(links, [cast(Slots, module._buffers) for module in modules])
 
 
@@ -272,6 +288,16 @@ def batched(tree: TensorDictBase, key: str | None = None) -> SwapError:
         f"{what} has batch size {tuple(tree._batch_size)}, but a module takes one set of "
         f"weights: index it ({index}) or map over it with torch.vmap"
     )
+
+
+def _refuse_scripts(classes: set[type]) -> None:
+    """Raise if one of the classes keeps its tensors where Python cannot exchange them."""
+    for each in classes:
+        if issubclass(each, ScriptModule):
+            raise SwapError(
+                f"the tensors of a {each.__name__} cannot be exchanged, only overwritten; use "
+                "to_module(net, use_state_dict=True)"
+            )
 
 
 def refuse(tree: TensorDictBase, root: nn.Module) -> NoReturn:

@@ -10,10 +10,12 @@ flat dict (test_vmap_mlp_speed).
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from tdnn._core import Names, TensorDictBase
@@ -26,37 +28,50 @@ Move: TypeAlias = tuple[int, int, Shape]  # where, how many dims came or went, a
 Pairs: TypeAlias = list[tuple[Shape, Shape]]  # of what stands in a node: its shape before and now
 
 
-class Layout:
-    """What a node is besides its leaves; equal where the keys are, whatever the shapes."""
+class Layout(NamedTuple):
+    """What a node is besides its leaves, and its branches."""
 
-    __slots__ = ("batch_size", "branches", "device", "keys", "kind", "named", "names", "shapes")
+    kind: Any
+    keys: tuple[str, ...]
+    batch_size: torch.Size
+    device: torch.device | None
+    names: Names
+    branches: "dict[str, Layout] | None"
 
-    def __init__(self, node: TensorDictBase, branches: "dict[str, Layout]") -> None:
-        self.kind: Any = node._kind
-        self.batch_size = node._batch_size
-        self.device = node._device
-        self.names = node._names
-        self.keys = tuple(node._data)
-        self.branches = branches
-        self.named: bool = node._names is not None or any(
-            [layout.named for layout in branches.values()]
-        )
-        # Of a whole tree, the shapes of all its leaves; None for a leaf without one, as
-        # transforms also pass trees of ints (in_dims).
-        self.shapes: list[Shape | None] = []
+
+# Hot (test_vmap_mlp_speed): a third of the time of calling the class.
+_layout = partial(tuple.__new__, Layout)
+
+
+class Structure:
+    """What a tree is besides its leaves; equal where the keys are, whatever the shapes."""
+
+    __slots__ = ("is_named", "root", "shapes")
+
+    def __init__(self, root: Layout, shapes: list[Shape | None], is_named: bool) -> None:
+        self.root = root
+        # Of all leaves; None for a leaf without one, as transforms also pass trees of ints
+        # (in_dims).
+        self.shapes = shapes
+        self.is_named = is_named  # whether any dim has a name
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Layout)
-            and self.keys == other.keys
-            and self.branches == other.branches
-        )
+        return isinstance(other, Structure) and _same_keys(self.root, other.root)
 
     def __hash__(self) -> int:
-        return hash(self.keys)
+        return hash(self.root.keys)
 
     def __repr__(self) -> str:
-        return f"{self.kind.__name__}{list(self.keys)}"
+        return f"{self.root.kind.__name__}{list(self.root.keys)}"
+
+
+def _same_keys(one: Layout, other: Layout) -> bool:
+    mine, theirs = one.branches or {}, other.branches or {}
+    return (
+        one.keys == other.keys
+        and mine.keys() == theirs.keys()
+        and all([_same_keys(branch, theirs[key]) for key, branch in mine.items()])
+    )
 
 
 def register(cls: type[TensorDictBase]) -> None:
@@ -75,26 +90,36 @@ def register(cls: type[TensorDictBase]) -> None:
 # -- out -------------------------------------------------------------------------------------------
 
 
-def _flatten(node: TensorDictBase) -> tuple[list[Any], Layout]:
+def _flatten(node: TensorDictBase) -> tuple[list[Any], Structure]:
     leaves: list[Any] = []
-    shapes: list[Shape | None] = []
-    layout = _taken_apart(node, leaves, shapes)
-    layout.shapes = shapes
-    return leaves, layout
+    names: list[Names] = []
+    root = _taken_apart(node, leaves, names)
+    return leaves, Structure(root, _shapes(leaves), bool(names))
 
 
-def _taken_apart(node: TensorDictBase, leaves: list[Any], shapes: list[Shape | None]) -> Layout:
-    branches: dict[str, Layout] = {}
-    for key, value in node._data.items():
-        if type(value) is not Tensor and isinstance(value, TensorDictBase):
-            branches[key] = _taken_apart(value, leaves, shapes)
-        else:
+def _taken_apart(node: TensorDictBase, leaves: list[Any], names: list[Names]) -> Layout:
+    """Add the leaves and the names of dims of a node to the lists; return the rest of it."""
+    data = node._data
+    branches: dict[str, Layout] | None = None
+    # Hot (test_vmap_mlp_speed), as is all on the way out and in.
+    for key, value in data.items():
+        kind = type(value)
+        if kind is Tensor or kind is Parameter or not isinstance(value, TensorDictBase):
             leaves.append(value)
-            shapes.append(value.shape if isinstance(value, Tensor) else None)
-    return Layout(node, branches)
+        else:
+            if branches is None:
+                branches = {}
+            branches[key] = _taken_apart(value, leaves, names)
+    if node._names is not None:
+        names.append(node._names)
+    return _layout((node._kind, tuple(data), node._batch_size, node._device, node._names, branches))
 
 
-def _flatten_with_keys(node: TensorDictBase) -> tuple[list[tuple[Any, Any]], Layout]:
+def _shapes(leaves: list[Any]) -> list[Shape | None]:
+    return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def _flatten_with_keys(node: TensorDictBase) -> tuple[list[tuple[Any, Any]], Structure]:
     leaves, layout = _flatten(node)
     paths = [path for path, _ in node._leaves()]
     keys: list[Any] = [pytree.MappingKey(as_key(path)) for path in paths]
@@ -104,20 +129,19 @@ def _flatten_with_keys(node: TensorDictBase) -> tuple[list[tuple[Any, Any]], Lay
 # -- in --------------------------------------------------------------------------------------------
 
 
-def _unflatten(leaves: Iterable[Any], layout: Layout) -> TensorDictBase:
+def _unflatten(leaves: Iterable[Any], structure: Structure) -> TensorDictBase:
     values = list(leaves)
-    # Hot (test_vmap_mlp_speed): the two usual cases are told by comparing lists.
-    now = [value.shape if isinstance(value, Tensor) else None for value in values]
-    before = layout.shapes
+    # The usual cases are told by comparing lists.
+    now, before = _shapes(values), structure.shapes
     if now == before or now.count(None) == len(now):
-        return _built(layout, iter(values), None)
-    first = before[0][:1] if before[0] else ()
+        return _built(structure.root, iter(values), None)
+    size = structure.root.batch_size
     if (
-        first
-        and not layout.named
-        and before == [None if shape is None else (*first, *shape) for shape in now]
+        size
+        and not structure.is_named
+        and before == [None if shape is None else (size[0], *shape) for shape in now]
     ):
-        return _built(layout, iter(values), {})
+        return _built(structure.root, iter(values), {})
     pairs: Pairs = [
         (tuple(old), tuple(new))
         for old, new in zip(before, now, strict=True)
@@ -125,19 +149,8 @@ def _unflatten(leaves: Iterable[Any], layout: Layout) -> TensorDictBase:
     ]
     moves = _moves(pairs)
     if moves:
-        return _moved_all(layout, iter(values), moves)
-    return _put_together(layout, iter(values), iter(before))[0]
-
-
-def _node(layout: Layout, data: dict[str, Any], size: torch.Size, names: Names) -> TensorDictBase:
-    node = object.__new__(layout.kind)
-    node._data = data
-    node._batch_size = size
-    node._device = layout.device
-    node._names = names
-    node._lock = None
-    node._scope = None
-    return node  # type: ignore[no-any-return]  # the kind is a class of trees
+        return _moved_all(structure.root, iter(values), moves)
+    return _put_together(structure.root, iter(values), iter(before))[0]
 
 
 def _built(
@@ -148,20 +161,26 @@ def _built(
 
     ``shorter`` remembers the batch sizes that were cut, as most nodes have the same.
     """
-    branches = layout.branches
-    if branches:
+    kind, keys, size, device, names, branches = layout
+    if branches is None:
+        data = dict(zip(keys, leaves, strict=False))  # the leaves go on elsewhere
+    else:
         data = {
             key: _built(branches[key], leaves, shorter) if key in branches else next(leaves)
-            for key in layout.keys
+            for key in keys
         }
-    else:
-        data = dict(zip(layout.keys, leaves, strict=False))  # the leaves go on elsewhere
-    size = layout.batch_size
     if shorter is not None:
         if size not in shorter:
             shorter[size] = size[1:]
         size = shorter[size]
-    return _node(layout, data, size, layout.names)
+    node = object.__new__(kind)
+    node._data = data
+    node._batch_size = size
+    node._device = device
+    node._names = names
+    node._lock = None
+    node._scope = None
+    return node  # type: ignore[no-any-return]  # the kind is a class of trees
 
 
 def _put_together(
@@ -174,11 +193,12 @@ def _put_together(
     data: dict[str, Any] = {}
     pairs: Pairs = []
     silent = []
+    branches = layout.branches or {}
     for key in layout.keys:
-        if key in layout.branches:
-            data[key], tells = _put_together(layout.branches[key], leaves, shapes)
+        if key in branches:
+            data[key], tells = _put_together(branches[key], leaves, shapes)
             if tells:
-                pairs.append((layout.branches[key].batch_size, data[key]._batch_size))
+                pairs.append((branches[key].batch_size, data[key]._batch_size))
             else:
                 silent.append(data[key])
         else:
@@ -201,13 +221,18 @@ def _put_together(
 
 def _moved_all(layout: Layout, leaves: Iterator[Any], moves: list[Move]) -> TensorDictBase:
     """Return a node all of whose leaves changed in the same way."""
+    branches = layout.branches or {}
     data = {
-        key: _moved_all(layout.branches[key], leaves, moves)
-        if key in layout.branches
-        else next(leaves)
+        key: _moved_all(branches[key], leaves, moves) if key in branches else next(leaves)
         for key in layout.keys
     }
     return _node(layout, data, *_follow(layout.batch_size, layout.names, moves))
+
+
+def _node(layout: Layout, data: dict[str, Any], size: torch.Size, names: Names) -> TensorDictBase:
+    node: TensorDictBase = object.__new__(layout.kind)
+    node._device = layout.device
+    return node._like(data, size, names)
 
 
 def _moves(pairs: Pairs) -> list[Move]:
@@ -281,26 +306,43 @@ def _shared(size: torch.Size, names: Names, pairs: Pairs) -> tuple[torch.Size, N
 # -- torch.export writes layouts to disk -----------------------------------------------------------
 
 
-def _dump(layout: Layout) -> dict[str, Any]:
+def _dump(structure: Structure) -> dict[str, Any]:
     return {
-        "kind": f"{layout.kind.__module__}.{layout.kind.__qualname__}",
-        "keys": list(layout.keys),
-        "branches": {key: _dump(branch) for key, branch in layout.branches.items()},
-        "batch_size": list(layout.batch_size),
-        "device": None if layout.device is None else str(layout.device),
-        "names": None if layout.names is None else list(layout.names),
-        "shapes": layout.shapes,
+        "root": _dumped(structure.root),
+        "shapes": structure.shapes,
+        "is_named": structure.is_named,
     }
 
 
-def _undump(dumped: dict[str, Any]) -> Layout:
+def _dumped(layout: Layout) -> dict[str, Any]:
+    return {
+        "kind": f"{layout.kind.__module__}.{layout.kind.__qualname__}",
+        "keys": list(layout.keys),
+        "batch_size": list(layout.batch_size),
+        "device": None if layout.device is None else str(layout.device),
+        "names": None if layout.names is None else list(layout.names),
+        "branches": {key: _dumped(branch) for key, branch in (layout.branches or {}).items()},
+    }
+
+
+def _undump(dumped: dict[str, Any]) -> Structure:
+    shapes: list[Shape | None] = [
+        None if shape is None else torch.Size(shape) for shape in dumped["shapes"]
+    ]
+    return Structure(_undumped(dumped["root"]), shapes, dumped["is_named"])
+
+
+def _undumped(dumped: dict[str, Any]) -> Layout:
     kinds = {f"{k.__module__}.{k.__qualname__}": k for k in _kinds(TensorDictBase)}
-    node = kinds[dumped["kind"]](None, dumped["batch_size"], dumped["device"], dumped["names"])
-    branches = {key: _undump(branch) for key, branch in dumped["branches"].items()}
-    layout = Layout(node, branches)
-    layout.keys = tuple(dumped["keys"])
-    layout.shapes = [None if shape is None else tuple(shape) for shape in dumped["shapes"]]
-    return layout
+    device, names = dumped["device"], dumped["names"]
+    return Layout(
+        kinds[dumped["kind"]],
+        tuple(dumped["keys"]),
+        torch.Size(dumped["batch_size"]),
+        None if device is None else torch.device(device),
+        None if names is None else tuple(names),
+        {key: _undumped(branch) for key, branch in dumped["branches"].items()} or None,
+    )
 
 
 def _kinds(base: type[TensorDictBase]) -> Iterable[type[TensorDictBase]]:

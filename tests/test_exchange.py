@@ -241,6 +241,40 @@ def test_the_swap_is_a_tree_of_what_the_module_held():
     assert type(old.clone()) is TensorDict
 
 
+@pytest.mark.parametrize("stay", [True, False])
+def test_a_swap_that_another_one_undid_begins_anew_when_it_is_entered(stay):
+    net, other = chain(), chain()
+    params, more = TensorDict.from_module(chain()), TensorDict.from_module(other)
+    before, wanted = exact(net), exact_leaves(params)
+    swap = params.to_module(net)
+    if stay:
+        more.to_module(net, return_swap=False)
+        before = exact(net)
+    else:
+        swap.to_module(net)
+    with blank(other).to_module(other):  # takes the place of the claims that are garbage
+        pass
+    with swap:
+        assert net[0].weight is params["0", "weight"]
+    assert same(before, exact(net))
+    assert exact_leaves(params) == wanted
+
+
+def exact_leaves(tree):
+    return [(path, id(leaf)) for path, leaf in tree.items(include_nested=True, leaves_only=True)]
+
+
+def test_a_swap_is_there_still_after_a_block_of_another_one():
+    net = chain()
+    params, before = blank(net), exact(net)
+    swap = params.to_module(net)
+    with TensorDict.from_module(chain()).to_module(net):
+        pass
+    with swap:
+        assert net[0].weight is params["0", "weight"]
+    assert same(before, exact(net))
+
+
 def test_two_calls_inside_a_block_change_nothing_outside():
     net = chain()
     before = exact(net)
