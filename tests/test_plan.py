@@ -1,11 +1,15 @@
 """Where in a module the leaves of a tree go, and what is said of those that have no place."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from zoo import Sparse, blank, chain, exact, same
 
-from tdnn import MissingKeyError, SwapError, TensorDict
+from tdnn import MissingKeyError, SwapError, TensorDict, TensorDictParams
+from tdnn._plan import plan_for
 
 # -- names that do not fit ---------------------------------------------------------------------
 
@@ -142,3 +146,199 @@ def test_the_order_of_the_trees_keys_does_not_matter():
     with TensorDict({"bias": torch.ones(3), "weight": torch.zeros(3, 2)}).to_module(net):
         assert [name for name, _ in net.named_parameters()] == ["weight", "bias"]
     assert same(before, exact(net))
+
+
+# -- a plan that is used again -----------------------------------------------------------------
+
+
+def seasoned(net, params):
+    """Swap until the plan is remembered; the next swap would do without a new one."""
+    for _ in range(3):
+        with params.to_module(net):
+            pass
+    assert plan_for(params, net) is plan_for(params, net)
+    return params
+
+
+def replace_branch(net, params):
+    params["0"] = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+
+
+def replace_leaf(net, params):
+    params["0", "weight"] = torch.ones(4, 4)
+
+
+def drop_leaf(net, params):
+    del params["0", "weight"]
+
+
+def drop_branch(net, params):
+    del params["0"]
+
+
+def add_leaf(net, params):
+    params["2"]["bias"] = torch.ones(2)
+
+
+def add_branch(net, params):
+    params["1"] = {}
+
+
+def clear_branch(net, params):
+    with params["0"].flatten_keys(".") as flat:
+        del flat["weight"], flat["bias"]
+
+
+def replace_child(net, params):
+    net[0] = nn.Linear(4, 4)
+
+
+def replace_parameter(net, params):
+    net[0].weight = nn.Parameter(torch.ones(4, 4))
+
+
+def replace_registry(net, params):
+    net[0]._parameters = dict(net[0]._parameters)
+
+
+def replace_children(net, params):
+    net._modules = dict(net._modules)
+    net._modules["0"] = nn.Linear(4, 4)
+
+
+def exchange_kinds(net, params):
+    value = net[0].bias.detach()
+    del net[0].bias
+    net[0].register_buffer("bias", value)
+
+
+CHANGES = [
+    replace_branch,
+    replace_leaf,
+    drop_leaf,
+    drop_branch,
+    add_leaf,
+    add_branch,
+    clear_branch,
+    replace_child,
+    replace_parameter,
+    replace_registry,
+    replace_children,
+    exchange_kinds,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", [TensorDict, TensorDictParams])
+@pytest.mark.parametrize("lock", [False, True])
+def test_a_swap_after_a_change_is_that_of_a_new_tree(kind, lock, change):
+    net = chain()
+    weights = blank(net)
+    del weights["2", "bias"]
+    params = kind(weights)
+    kept = params.to_module(net)
+    for _ in range(2):
+        with kept:
+            pass
+    if lock:
+        params.lock_()
+        with kept:
+            pass
+    seasoned(net, params)
+    params.unlock_()
+    change(net, params)
+    if lock:
+        params.lock_()
+    before = exact(net)
+    with TensorDict(params).to_module(net):
+        wanted = exact(net)
+    for swap in (params.to_module(net), kept):
+        with swap:
+            assert same(exact(net), wanted)
+        assert same(before, exact(net))
+
+
+def test_a_renamed_entry_is_unknown_to_a_module_that_took_it_before():
+    net = chain()
+    params = seasoned(net, blank(net))
+    params.rename_key_(("0", "weight"), ("0", "heavy"))
+    before = exact(net)
+    with pytest.raises(MissingKeyError, match=r"unknown \('0', 'heavy'\)"):
+        params.to_module(net)
+    assert same(before, exact(net))
+    params.rename_key_(("0", "heavy"), ("0", "weight"))
+    with params.to_module(net):
+        assert net[0].weight is params["0", "weight"]
+    assert same(before, exact(net))
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_buffer_that_came_later_goes_into_the_tree_when_the_block_fills_it(is_kept):
+    net = chain()
+    params = blank(net)
+    kept = params.to_module(net)
+    for _ in range(2):
+        with kept:
+            pass
+    seasoned(net, params)
+    net[0].register_buffer("mask", None)
+    with kept if is_kept else params.to_module(net):
+        net[0].mask = torch.ones(1)
+    assert net[0].mask is None
+    assert params["0", "mask"].item() == 1
+
+
+def test_a_buffer_that_was_filled_outside_a_swap_stays_in_the_module():
+    net = Sparse()
+    params = seasoned(net, blank(net))
+    net.mask = torch.ones(4)
+    before = exact(net)
+    with params.to_module(net):
+        assert net.mask.all()
+    assert same(before, exact(net))
+    assert "mask" not in params
+
+
+def test_one_tree_serves_several_modules_in_turn():
+    nets = [chain(), chain()]
+    params = blank(nets[0])
+    before = [exact(net) for net in nets]
+    for net in (*nets, *nets, nets[0], nets[0], nets[1]):
+        with params.to_module(net):
+            assert net[0].weight is params["0", "weight"]
+    assert all(same(was, exact(net)) for was, net in zip(before, nets, strict=True))
+
+
+@pytest.mark.parametrize("kind", [TensorDict, TensorDictParams])
+def test_a_plan_keeps_neither_the_module_nor_its_tensors_nor_the_tree(kind):
+    gc.collect()
+    gc.disable()
+    try:
+        net = chain()
+        params = seasoned(net, kind(blank(net)))
+        seen = [weakref.ref(value) for value in (net, net[0], net[0].weight)]
+        mine = [weakref.ref(value) for value in (params, params["0"], params["0", "weight"])]
+        del net
+        assert [ref() for ref in seen] == [None] * 3
+        assert params["0", "weight"] is mine[2]()
+        del params
+        assert [ref() for ref in mine] == [None] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("inplace", [None, True])
+def test_a_script_module_is_refused_where_only_its_values_can_be_written(is_inner, inplace):
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    script, params = torch.jit.script(net), TensorDict.from_module(net).data.clone().zero_()
+    if is_inner:
+        script, params = nn.Sequential(script), TensorDict({"0": params})
+    with pytest.raises(SwapError, match=r"RecursiveScriptModule cannot be exchanged.*use_state_d"):
+        params.to_module(script, inplace=inplace)
+    x = torch.randn(2, 3)
+    before = script.eval()(x)
+    with params.to_module(script, use_state_dict=True):
+        assert not script(x).any()
+    assert torch.equal(script(x), before)
