@@ -238,7 +238,18 @@ def test_the_batch_size_of_no_inputs_is_empty():
             {"d": THREE},
             r"Weighted takes a tree, or \['a', 'b_c', 'd'\]: no argument for 'b_",
         ),
-        ((ONE, TWO), {"dd": THREE}, r"no argument for 'd' \(did you mean 'dd'\?\)"),
+        (
+            (ONE, TWO),
+            {"dd": THREE},
+            r"\['a', 'b_c', 'd'\]: no argument for 'd'; 'dd' is no input \(did you mean 'd'\?\)$",
+        ),
+        (
+            (ONE,),
+            {"b_": TWO, "D": THREE, "dd": THREE},
+            r"no argument for 'b_c', 'd'; 'b_' is no input \(did you mean 'b_c'\?\), "
+            r"'dd' is no input \(did you mean 'd'\?\)$",
+        ),
+        ((ONE, TWO), {"factor": 3}, "no argument for 'd'$"),
         ((), {}, "no argument for 'a', 'b_c', 'd'"),
         (VALUES, {"a": ONE}, r"by position and by name: \['a'\]"),
         ((ONE, TWO), {"a": ONE, "d": ONE}, r"by position and by name: \['a'\]"),

@@ -237,8 +237,12 @@ class _Form:
         names = {key: self.separator.join(as_path(key)) for key in source}
         faults = []
         if forgotten:
-            near = ", ".join([f"{name!r}{hint(name, kwargs)}" for name in forgotten])
-            faults.append(f"no argument for {near}")
+            faults.append(f"no argument for {', '.join(map(repr, forgotten))}")
+            # A keyword that is like no input is one of the function's own.
+            near = {name: hint(name, forgotten) for name in kwargs if name not in names.values()}
+            typos = [f"{name!r} is no input{right}" for name, right in near.items() if right]
+            if typos:
+                faults.append(", ".join(typos))
         if twice:
             faults.append(f"by position and by name: {listing(twice)}")
         if surplus:
