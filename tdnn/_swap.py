@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tdnn._core import TensorDictBase
-from tdnn._exchange import CopyExchange, Exchange, SlotExchange, StateExchange
+from tdnn._exchange import Exchange, SlotExchange
 from tdnn._keys import NestedKey, Path, as_key
+from tdnn._overwrite import CopyExchange, StateExchange
 from tdnn._plan import batched
 
 __all__ = ["Swaps"]

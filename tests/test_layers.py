@@ -21,7 +21,9 @@ LAYERS = [
     "_core",
     "_columns _dims _plan _pytree",
     "_claims",
+    "_turn",
     "_exchange",
+    "_overwrite",
     "_combine",
     "_operators",
     "_views _update _mapping _apply _copies _indexing _pieces _shape _pointwise _reduce _lens"

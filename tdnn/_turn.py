@@ -1,0 +1,232 @@
+"""One time that values stand in the slots of a module: how they get there, and out again.
+
+The slots are written straight in the dicts of the modules, so that the module gets back the very
+objects that it held, in the order of its names. Torch offers no public way to do this without
+copying values or rebuilding names.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from operator import getitem, is_, setitem
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from tdnn import _claims
+from tdnn._claims import Claim
+from tdnn._plan import SETATTR, Plan, Slots
+
+__all__ = ["GONE", "Turn", "hand_over"]
+
+GONE: Any = object()  # what a slot holds that was deleted
+
+
+class Turn(Claim):
+    """One time that leaves stand in the slots."""
+
+    __slots__ = ("_caches", "_lazy", "kept", "new", "old", "plan", "values")
+
+    def __init__(self, plan: Plan, root: nn.Module) -> None:
+        super().__init__(root)
+        self.plan = plan
+        self.old: list[Any] | None = None  # what the slots held; None: not read yet
+        self.new: list[Any] = []
+        self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
+        self.values: Sequence[Tensor] = ()  # copies of what tensors held that were written to
+        self._lazy: Sequence[_LazyState] = ()
+        self._caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        return self.plan.modules(self.root)
+
+    # -- what is in the slots ------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Remember what the slots hold, and what else of the modules a block may change.
+
+        Raises:
+            KeyError: a slot is gone.
+        """
+        plan = self.plan
+        self.old = list(map(getitem, plan.targets, plan.keys))
+        _forget_cached()
+        if plan.has_lazy:
+            self._lazy = _lazy_states(self.modules)
+        if plan.has_listeners:
+            self._caches = _caches(self.modules)
+
+    def now(self) -> list[Any]:
+        """Return what the slots hold: the list ``new`` itself, if nothing was assigned to them."""
+        plan, new = self.plan, self.new
+        try:
+            if all(map(is_, map(getitem, plan.targets, plan.keys), new)):
+                return new
+        except KeyError:
+            pass  # a slot was deleted
+        return [slots.get(k, GONE) for slots, k in zip(plan.targets, plan.keys, strict=True)]
+
+    def is_on(self) -> bool:
+        if self.is_open or self.old is None:
+            return True
+        plan = self.plan
+        now = map(dict.get, plan.targets, plan.keys)
+        return any(map(is_, now, self.kept or self.new))
+
+    def is_there(self) -> bool:
+        """Return whether a block can begin with what is in the slots: no other swap took its place.
+
+        What was assigned to a slot right after the swap is in the block too.
+        """
+        if self.is_over or _claims.is_latest(self):
+            return not self.is_over
+        plan = self.plan
+        now = map(dict.get, plan.targets, plan.keys)
+        return all(map(is_, now, self.kept or self.new))
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def write(self, values: Sequence[Any]) -> None:
+        """Write values into the slots."""
+        plan = self.plan
+        if plan.has_listeners:
+            _tell(self, values)
+        else:
+            # Hot (test_to_module_speed): as all loops over slots, in C.
+            deque(map(setitem, plan.targets, plan.keys, values), maxlen=0)
+
+    def restore(self, old: Sequence[Any]) -> None:
+        """Write what the slots held, and restore what else the block changed."""
+        _forget_cached()
+        for module, attributes in self._caches:
+            module.__dict__.update(attributes)
+        try:
+            self.write(old)
+        except BaseException:  # a module's own __setattr__ refused a value
+            deque(map(setitem, self.plan.targets, self.plan.keys, old), maxlen=0)
+            raise
+        finally:
+            for state in self._lazy:
+                state.restore()
+
+    def restore_order(self) -> None:
+        """Bring the names back into their order, if the block deleted and remade a slot."""
+        planned = tuple(dict.fromkeys(self.plan.keys))
+        orders = [(module._parameters, planned) for module in self.modules]
+        for slots, order in [*self.plan.orders, *orders]:
+            wanted = [key for key in order if key in slots]
+            if wanted != [key for key in slots if key in set(wanted)]:
+                held = dict(slots)
+                slots.clear()
+                slots.update({key: held.pop(key) for key in wanted})
+                slots.update(held)
+
+
+def hand_over(turn: Turn, later: list[Claim], now: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Make blocks that began later and go on give back, at their end, what this one found.
+
+    A later swap in which no block runs ends here, with the block around it.
+
+    Returns:
+        What to write now and what this block left, for each slot: those of a later swap keep its
+        values, and it has what this block left.
+    """
+    mine = {slot: i for i, slot in enumerate(turn.plan.slot_ids())}
+    write, left = list(turn.old or ()), list(now)
+    for other in later:
+        if not isinstance(other, Turn) or other.modules.isdisjoint(turn.modules):
+            continue
+        if not other.is_open:
+            _claims.release(other)
+            other.is_over = True
+            continue
+        theirs: Any = other.old
+        for n, slot in enumerate(other.plan.slot_ids()):
+            i = mine.pop(slot, None)
+            if i is not None:
+                write[i], left[i], theirs[n] = now[i], theirs[n], write[i]
+    return write, left
+
+
+# -- rare kinds of modules -----------------------------------------------------------------------
+
+
+def _tell(turn: Turn, values: Sequence[Any]) -> None:
+    """Write the slots, through its own ``__setattr__`` where a module has one."""
+    owners = {
+        id(slots): module
+        for module in turn.modules
+        if type(module).__setattr__ is not SETATTR
+        for slots in (module._parameters, module._buffers)
+    }
+    for slots, key, value in zip(turn.plan.targets, turn.plan.keys, values, strict=True):
+        if id(slots) in owners:
+            _set_through(owners[id(slots)], slots, key, value)
+        else:
+            slots[key] = value
+
+
+def _set_through(module: nn.Module, slots: Slots, key: str, value: Any) -> None:
+    """Write a slot so that the module's own ``__setattr__`` sees the value, as ``nn.RNN``'s must.
+
+    ``nn.Module.__setattr__`` refuses a plain tensor under the name of a parameter; so the name is
+    out of the way while the module is told, and the value then moves to its slot.
+    """
+    held = dict(slots)
+    del slots[key]
+    try:
+        setattr(module, key, value)
+    finally:
+        module.__dict__.pop(key, None)
+        for registry in (module._parameters, module._buffers):
+            registry.pop(key, None)
+        slots.clear()
+        slots.update(held)
+    slots[key] = value
+
+
+class _LazyState:
+    """A module that is not initialised yet, as it was: its first forward changes its class."""
+
+    __slots__ = ("_attributes", "_cls", "_hooks", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._cls = type(module)
+        self._attributes = dict(module.__dict__)
+        self._hooks = [
+            (hooks, dict(hooks)) for name, hooks in self._attributes.items() if "_hooks" in name
+        ]
+
+    def restore(self) -> None:
+        module = self._module
+        module.__class__ = self._cls
+        module.__dict__.clear()
+        module.__dict__.update(self._attributes)
+        for hooks, entries in self._hooks:
+            hooks.clear()
+            hooks.update(entries)
+
+
+def _lazy_states(modules: set[nn.Module]) -> list[_LazyState]:
+    return [_LazyState(module) for module in modules if isinstance(module, LazyModuleMixin)]
+
+
+def _caches(modules: set[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the lists in which RNNs keep their weights once more; a forward makes new ones."""
+    names = ("_flat_weights", "_flat_weight_refs")  # as of torch 2.14
+    return [
+        (module, {name: module.__dict__[name] for name in names if name in module.__dict__})
+        for module in modules
+        if isinstance(module, nn.RNNBase)
+    ]
+
+
+def _forget_cached() -> None:
+    """Drop what ``parametrize.cached()`` holds: it was computed from other weights."""
+    # No public name for this as of torch 2.14.
+    if parametrize._cache_enabled and not is_compiling():
+        parametrize._cache.clear()
