@@ -5,36 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from zoo import blank, chain, equal, exact, in_thread, same, values, weights_of
+from zoo import Counter, blank, chain, exact, in_thread, rebind, same, stop, weights_of
 
 from tdnn import LockedError, MissingKeyError, SwapError, TensorDict, TensorDictParams
 
-
-def stop(net, x):
-    net(x)
-    raise ZeroDivisionError
-
-
 # -- what the block does to the slots ----------------------------------------------------------
-
-
-class Counter(nn.Module):
-    """Does to its buffer what a test says."""
-
-    def __init__(self, act=lambda self: None):
-        super().__init__()
-        self.register_buffer("first", torch.zeros(1))
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("last", torch.zeros(1))
-        self.act = act
-
-    def forward(self, x):
-        self.act(self)
-        return x
-
-
-def rebind(net):
-    net.calls = net.calls + 1
 
 
 def remake(net):
@@ -456,41 +431,6 @@ def test_a_module_that_refuses_a_value_half_way_gets_everything_back():
     in_thread(lambda: params.to_module(net, return_swap=False))  # no claim was left
 
 
-def test_values_that_cannot_be_copied_are_all_listed_and_nothing_is_copied():
-    net = chain()
-    before, held = exact(net), values(net)
-    params = blank(net)
-    params["0", "bias"] = torch.ones(1)
-    params["2", "weight"] = torch.ones(3, 3)
-    with pytest.raises(
-        ValueError,
-        match=r"cannot copy into Sequential: \('0', 'bias'\) has shape \(1,\) for a slot of shape "
-        r"\(4,\); \('2', 'weight'\) has shape \(3, 3\) for a slot of shape \(2, 4\)",
-    ):
-        params.to_module(net, inplace=True)
-    assert same(before, exact(net))
-    assert equal(held, values(net))
-
-
-def test_nothing_can_be_copied_into_a_slot_without_memory():
-    net = nn.Linear(2, 2, bias=False)
-    with pytest.raises(ValueError, match="'bias' has no memory to copy into or from"):
-        TensorDict({"bias": torch.ones(2)}).to_module(net, inplace=True)
-
-
-def test_two_values_cannot_be_copied_into_one_tied_weight():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net[1].weight = net[0].weight
-    held = values(net)
-    params = TensorDict({"0": {"weight": torch.zeros(2, 2)}, "1": {"weight": torch.ones(2, 2)}})
-    with pytest.raises(SwapError, match=r"\('1', 'weight'\) .* the tree has two values for it"):
-        params.to_module(net, inplace=True)
-    assert equal(held, values(net))
-    with params.to_module(net):  # as slots they are two
-        assert net[0].weight.sum() == 0
-        assert net[1].weight.sum() == 4
-
-
 def test_one_slot_with_two_names_takes_one_value():
     net = nn.Module()
     net.a = nn.Linear(2, 2, bias=False)
@@ -521,17 +461,6 @@ def test_a_module_that_refuses_its_old_value_gets_it_all_the_same():
     with pytest.raises(ArithmeticError, match="negative"), blank(net).to_module(net):
         assert not net[0].second.any()
     assert same(before, exact(net))
-
-
-def test_a_copy_that_fails_half_way_is_undone():
-    net = chain()
-    before, held = exact(net), values(net)
-    params = blank(net)
-    params["2", "bias"] = torch.ones(2, device="meta")
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        params.to_module(net, inplace=True)
-    assert same(before, exact(net))
-    assert equal(held, values(net))
 
 
 # -- permanent loads ---------------------------------------------------------------------------
@@ -604,208 +533,7 @@ def test_a_module_is_told_of_the_parameters_that_it_keeps():
     assert net.cached is net.weight is own
 
 
-# -- swaps that end in another order than they began -------------------------------------------
-
-
-def opened(params, net):
-    with params.to_module(net):
-        yield
-    yield
-
-
-def test_generators_may_leave_their_blocks_in_any_order():
-    net = chain()
-    before = exact(net)
-    one, two = blank(net), blank(net)
-    first, second = opened(one, net), opened(two, net)
-    next(first)
-    next(second)
-    next(first)
-    assert net[0].weight is two["0", "weight"]
-    next(second)
-    assert same(before, exact(net))
-
-
-@pytest.mark.parametrize(
-    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
-)
-def test_three_swaps_may_end_in_any_order(order):
-    net = chain()
-    before = exact(net)
-    trees = [blank(net), blank(net).select("0"), blank(net)]
-    blocks = [opened(tree, net) for tree in trees]
-    for block in blocks:
-        next(block)
-    alive = [0, 1, 2]
-    for n in order:
-        next(blocks[n])
-        alive.remove(n)
-        for key in ("0", "2"):
-            holders = [trees[i][key, "weight"] for i in alive if key in trees[i]]
-            if holders:
-                assert net[int(key)].weight is holders[-1]
-    assert same(before, exact(net))
-
-
-@pytest.mark.parametrize("copy_first", [True, False])
-def test_a_swap_of_values_may_overlap_one_of_slots(copy_first):
-    net = chain()
-    before, held = exact(net), values(net)
-
-    def block(inplace):
-        params = blank(net)
-        with params.to_module(net, inplace=inplace):
-            yield params
-        yield
-
-    first, second = block(copy_first), block(not copy_first)
-    trees = [next(first), next(second)]
-    next(first)
-    next(second)
-    assert same(before, exact(net))
-    assert equal(held, values(net))
-    assert not any(leaf.any() for tree in trees for leaf in tree.values(True, True))
-
-
-def test_a_swap_that_ended_with_the_block_around_it_begins_anew_when_it_is_entered():
-    net = nn.Linear(2, 2)
-    before = exact(net)
-    outer, inner = blank(net), weights_of(nn.Linear(2, 2))
-    with outer.to_module(net):
-        swap = inner.to_module(net)
-    assert same(before, exact(net))
-    for _ in range(2):
-        with swap:
-            assert net.weight is inner["weight"]
-        assert same(before, exact(net))
-
-
-def test_buffers_rebound_in_overlapping_blocks_reach_their_trees():
-    net = Counter(rebind)
-    before = exact(net)
-    one, two = (TensorDict.from_module(net).clone() for _ in range(2))
-    first, second = opened(one, net), opened(two, net)
-    next(first)
-    net(torch.ones(1))
-    next(second)
-    net(torch.ones(1))
-    net(torch.ones(1))
-    next(first)
-    net(torch.ones(1))
-    next(second)
-    assert (one["calls"], two["calls"]) == (1, 3)
-    assert same(before, exact(net))
-
-
-def test_a_block_left_by_closing_its_generator_gives_everything_back():
-    net = chain()
-    before = exact(net)
-    block = opened(blank(net), net)
-    next(block)
-    block.close()
-    assert same(before, exact(net))
-
-
-# -- through the state dict --------------------------------------------------------------------
-
-
-class Scaled(nn.Module):
-    """Saves its weight doubled, and loads it halved."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_state_dict_post_hook(self._saved)
-        self.register_load_state_dict_pre_hook(self._loaded)
-
-    @staticmethod
-    def _saved(module, state, prefix, metadata):
-        state[prefix + "weight"] = state[prefix + "weight"] * 2
-
-    @staticmethod
-    def _loaded(module, state, prefix, *rest):
-        if prefix + "weight" in state:
-            state[prefix + "weight"] = state[prefix + "weight"] / 2
-
-    def forward(self, x):
-        self.calls += 1
-        return x * self.weight
-
-
-def test_use_state_dict_runs_the_hooks_of_the_module():
-    net = Scaled()
-    params = TensorDict.from_module(net, use_state_dict=True)
-    assert params["weight"].tolist() == [2, 2]
-    params = params.apply(lambda leaf: leaf.detach() * 4)
-    with params.to_module(net, use_state_dict=True):
-        assert net.weight.tolist() == [4, 4]
-    assert net.weight.tolist() == [1, 1]
-    params.to_module(net, use_state_dict=True)
-    assert net.weight.tolist() == [4, 4]
-
-
-def test_use_state_dict_brings_updated_buffers_into_the_tree():
-    net = nn.Sequential(Scaled())
-    params = TensorDict.from_module(net, use_state_dict=True).data.clone()
-    with params.to_module(net, use_state_dict=True):
-        net(torch.ones(2))
-    assert params["0", "calls"] == 1
-    assert net[0].calls == 0
-    assert params["0", "weight"].tolist() == [2, 2]
-    with pytest.raises(ZeroDivisionError), params.to_module(net, use_state_dict=True):
-        stop(net, torch.ones(2))
-    assert params["0", "calls"] == 1
-    assert net[0].calls == 0
-
-
-def test_use_state_dict_gives_back_the_objects_that_the_block_replaced():
-    net = Counter(rebind)
-    before = exact(net)
-    params = TensorDict.from_module(net, use_state_dict=True).data.clone()
-    with params.to_module(net, use_state_dict=True):
-        net(torch.ones(1))
-        net.last = torch.ones(7)
-    assert same(before, exact(net))
-    assert net.calls == 0
-    assert params["calls"] == 1
-    assert params["last"].shape == (7,)
-
-
-def test_use_state_dict_lists_unknown_names_and_loads_nothing():
-    net = chain()
-    held = values(net)
-    params = blank(net)
-    params["0", "weigth"] = torch.zeros(4, 4)
-    params["extra"] = torch.zeros(1)
-    with pytest.raises(
-        MissingKeyError,
-        match=r"cannot load into Sequential: unknown 'extra'; unknown '0.weigth' "
-        r"\(did you mean '0.weight'\?\)",
-    ):
-        params.to_module(net, use_state_dict=True)
-    assert equal(held, values(net))
-    params = blank(net)
-    params["0", "weight"] = torch.zeros(3, 3)
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
-        params.to_module(net, use_state_dict=True)
-    assert equal(held, values(net))
-
-
-def test_use_state_dict_has_its_own_way_of_copying():
-    net = chain()
-    with pytest.raises(ValueError, match="copies values in its own way; drop inplace"):
-        blank(net).to_module(net, use_state_dict=True, inplace=True)
-
-
-def test_the_swap_through_the_state_dict_is_a_tree_too():
-    net = chain()
-    held = values(net)
-    old = blank(net).to_module(net, use_state_dict=True)
-    assert not any(v.any() for v in values(net))
-    assert list(old.keys(True, True)) == list(TensorDict.from_module(net).keys(True, True))
-    old.to_module(net, use_state_dict=True)
-    assert equal(held, values(net))
+# -- rare kinds of modules ---------------------------------------------------------------------
 
 
 def test_weights_cached_by_parametrize_do_not_cross_the_border_of_a_swap():

@@ -66,6 +66,30 @@ class Sparse(nn.Module):
         return y if self.bias is None and self.mask is None else y * 0
 
 
+class Counter(nn.Module):
+    """Does to its buffer what a test says."""
+
+    def __init__(self, act=lambda self: None):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(1))
+        self.act = act
+
+    def forward(self, x):
+        self.act(self)
+        return x
+
+
+def rebind(net):
+    net.calls = net.calls + 1
+
+
+def stop(net, x):
+    net(x)
+    raise ZeroDivisionError
+
+
 class Caching(nn.Module):
     """Keeps what is set in a plain attribute as well, and computes with that."""
 

@@ -1,0 +1,156 @@
+"""How the values of leaves get into a module and back."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import Counter, blank, chain, equal, exact, rebind, same, stop, values
+
+from tdnn import MissingKeyError, SwapError, TensorDict
+
+
+def test_values_that_cannot_be_copied_are_all_listed_and_nothing_is_copied():
+    net = chain()
+    before, held = exact(net), values(net)
+    params = blank(net)
+    params["0", "bias"] = torch.ones(1)
+    params["2", "weight"] = torch.ones(3, 3)
+    with pytest.raises(
+        ValueError,
+        match=r"cannot copy into Sequential: \('0', 'bias'\) has shape \(1,\) for a slot of shape "
+        r"\(4,\); \('2', 'weight'\) has shape \(3, 3\) for a slot of shape \(2, 4\)",
+    ):
+        params.to_module(net, inplace=True)
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+
+
+def test_nothing_can_be_copied_into_a_slot_without_memory():
+    net = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match="'bias' has no memory to copy into or from"):
+        TensorDict({"bias": torch.ones(2)}).to_module(net, inplace=True)
+
+
+def test_two_values_cannot_be_copied_into_one_tied_weight():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    held = values(net)
+    params = TensorDict({"0": {"weight": torch.zeros(2, 2)}, "1": {"weight": torch.ones(2, 2)}})
+    with pytest.raises(SwapError, match=r"\('1', 'weight'\) .* the tree has two values for it"):
+        params.to_module(net, inplace=True)
+    assert equal(held, values(net))
+    with params.to_module(net):  # as slots they are two
+        assert net[0].weight.sum() == 0
+        assert net[1].weight.sum() == 4
+
+
+def test_a_copy_that_fails_half_way_is_undone():
+    net = chain()
+    before, held = exact(net), values(net)
+    params = blank(net)
+    params["2", "bias"] = torch.ones(2, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        params.to_module(net, inplace=True)
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+
+
+# -- through the state dict --------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Saves its weight doubled, and loads it halved."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_state_dict_post_hook(self._saved)
+        self.register_load_state_dict_pre_hook(self._loaded)
+
+    @staticmethod
+    def _saved(module, state, prefix, metadata):
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+    @staticmethod
+    def _loaded(module, state, prefix, *rest):
+        if prefix + "weight" in state:
+            state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.weight
+
+
+def test_use_state_dict_runs_the_hooks_of_the_module():
+    net = Scaled()
+    params = TensorDict.from_module(net, use_state_dict=True)
+    assert params["weight"].tolist() == [2, 2]
+    params = params.apply(lambda leaf: leaf.detach() * 4)
+    with params.to_module(net, use_state_dict=True):
+        assert net.weight.tolist() == [4, 4]
+    assert net.weight.tolist() == [1, 1]
+    params.to_module(net, use_state_dict=True)
+    assert net.weight.tolist() == [4, 4]
+
+
+def test_use_state_dict_brings_updated_buffers_into_the_tree():
+    net = nn.Sequential(Scaled())
+    params = TensorDict.from_module(net, use_state_dict=True).data.clone()
+    with params.to_module(net, use_state_dict=True):
+        net(torch.ones(2))
+    assert params["0", "calls"] == 1
+    assert net[0].calls == 0
+    assert params["0", "weight"].tolist() == [2, 2]
+    with pytest.raises(ZeroDivisionError), params.to_module(net, use_state_dict=True):
+        stop(net, torch.ones(2))
+    assert params["0", "calls"] == 1
+    assert net[0].calls == 0
+
+
+def test_use_state_dict_gives_back_the_objects_that_the_block_replaced():
+    net = Counter(rebind)
+    before = exact(net)
+    params = TensorDict.from_module(net, use_state_dict=True).data.clone()
+    with params.to_module(net, use_state_dict=True):
+        net(torch.ones(1))
+        net.last = torch.ones(7)
+    assert same(before, exact(net))
+    assert net.calls == 0
+    assert params["calls"] == 1
+    assert params["last"].shape == (7,)
+
+
+def test_use_state_dict_lists_unknown_names_and_loads_nothing():
+    net = chain()
+    held = values(net)
+    params = blank(net)
+    params["0", "weigth"] = torch.zeros(4, 4)
+    params["extra"] = torch.zeros(1)
+    with pytest.raises(
+        MissingKeyError,
+        match=r"cannot load into Sequential: unknown 'extra'; unknown '0.weigth' "
+        r"\(did you mean '0.weight'\?\)",
+    ):
+        params.to_module(net, use_state_dict=True)
+    assert equal(held, values(net))
+    params = blank(net)
+    params["0", "weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        params.to_module(net, use_state_dict=True)
+    assert equal(held, values(net))
+
+
+def test_use_state_dict_has_its_own_way_of_copying():
+    net = chain()
+    with pytest.raises(ValueError, match="copies values in its own way; drop inplace"):
+        blank(net).to_module(net, use_state_dict=True, inplace=True)
+
+
+def test_the_swap_through_the_state_dict_is_a_tree_too():
+    net = chain()
+    held = values(net)
+    old = blank(net).to_module(net, use_state_dict=True)
+    assert not any(v.any() for v in values(net))
+    assert list(old.keys(True, True)) == list(TensorDict.from_module(net).keys(True, True))
+    old.to_module(net, use_state_dict=True)
+    assert equal(held, values(net))

@@ -1,0 +1,107 @@
+"""Swaps of one module that end in another order than they began."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import Counter, blank, chain, equal, exact, rebind, same, values, weights_of
+
+from tdnn import TensorDict
+
+
+def opened(params, net):
+    with params.to_module(net):
+        yield
+    yield
+
+
+def test_generators_may_leave_their_blocks_in_any_order():
+    net = chain()
+    before = exact(net)
+    one, two = blank(net), blank(net)
+    first, second = opened(one, net), opened(two, net)
+    next(first)
+    next(second)
+    next(first)
+    assert net[0].weight is two["0", "weight"]
+    next(second)
+    assert same(before, exact(net))
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+)
+def test_three_swaps_may_end_in_any_order(order):
+    net = chain()
+    before = exact(net)
+    trees = [blank(net), blank(net).select("0"), blank(net)]
+    blocks = [opened(tree, net) for tree in trees]
+    for block in blocks:
+        next(block)
+    alive = [0, 1, 2]
+    for n in order:
+        next(blocks[n])
+        alive.remove(n)
+        for key in ("0", "2"):
+            holders = [trees[i][key, "weight"] for i in alive if key in trees[i]]
+            if holders:
+                assert net[int(key)].weight is holders[-1]
+    assert same(before, exact(net))
+
+
+@pytest.mark.parametrize("copy_first", [True, False])
+def test_a_swap_of_values_may_overlap_one_of_slots(copy_first):
+    net = chain()
+    before, held = exact(net), values(net)
+
+    def block(inplace):
+        params = blank(net)
+        with params.to_module(net, inplace=inplace):
+            yield params
+        yield
+
+    first, second = block(copy_first), block(not copy_first)
+    trees = [next(first), next(second)]
+    next(first)
+    next(second)
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+    assert not any(leaf.any() for tree in trees for leaf in tree.values(True, True))
+
+
+def test_a_swap_that_ended_with_the_block_around_it_begins_anew_when_it_is_entered():
+    net = nn.Linear(2, 2)
+    before = exact(net)
+    outer, inner = blank(net), weights_of(nn.Linear(2, 2))
+    with outer.to_module(net):
+        swap = inner.to_module(net)
+    assert same(before, exact(net))
+    for _ in range(2):
+        with swap:
+            assert net.weight is inner["weight"]
+        assert same(before, exact(net))
+
+
+def test_buffers_rebound_in_overlapping_blocks_reach_their_trees():
+    net = Counter(rebind)
+    before = exact(net)
+    one, two = (TensorDict.from_module(net).clone() for _ in range(2))
+    first, second = opened(one, net), opened(two, net)
+    next(first)
+    net(torch.ones(1))
+    next(second)
+    net(torch.ones(1))
+    net(torch.ones(1))
+    next(first)
+    net(torch.ones(1))
+    next(second)
+    assert (one["calls"], two["calls"]) == (1, 3)
+    assert same(before, exact(net))
+
+
+def test_a_block_left_by_closing_its_generator_gives_everything_back():
+    net = chain()
+    before = exact(net)
+    block = opened(blank(net), net)
+    next(block)
+    block.close()
+    assert same(before, exact(net))
