@@ -302,8 +302,10 @@ def _refuse_scripts(classes: set[type]) -> None:
 
 def refuse(tree: TensorDictBase, root: nn.Module) -> NoReturn:
     """Raise the error that lists all entries of a tree without a place in a module."""
-    faults = "; ".join(_faults(tree, root, ()))
-    raise MissingKeyError(f"cannot swap into {title(root)}: {faults}")
+    faults = _faults(tree, root, ())
+    if any([key.partition(".")[0] in root._modules for key in tree._data if "." in key]):
+        faults.insert(0, "its names are nested keys, use unflatten_keys('.')")
+    raise MissingKeyError(f"cannot swap into {title(root)}: {'; '.join(faults)}")
 
 
 def _faults(tree: TensorDictBase, module: nn.Module, above: Path) -> list[str]:

@@ -31,6 +31,18 @@ def test_all_unknown_names_are_listed_with_hints_and_nothing_is_swapped():
     assert same(before, exact(net))
 
 
+def test_joined_names_are_told_to_be_nested_first():
+    net = chain()
+    flat = blank(net).flatten_keys(".")
+    with pytest.raises(
+        MissingKeyError,
+        match=r"Sequential: its names are nested keys, use unflatten_keys\('\.'\); unknown '0\.w",
+    ):
+        flat.to_module(net)
+    with flat.unflatten_keys(".").to_module(net):
+        assert not net[0].weight.any()
+
+
 def test_the_error_names_what_a_linear_module_maps():
     with pytest.raises(
         MissingKeyError,
