@@ -61,6 +61,7 @@ def _named(stem: str, *labels: str) -> tuple[str, ...]:
 
 
 _SWAP = _named("test_to_module_speed", "True", "False")
+_KEPT = _named("test_kept_swap_speed", "locked", "unlocked")
 _VMAP = tuple(
     name
     for stem in ("test_vmap_mlp_speed", "test_vmap_mlp_speed_decorator")
@@ -89,7 +90,8 @@ _CALL = ("test_tdmodule", "test_tdmodule_dispatch", "test_tdseq", "test_tdseq_di
 TARGETS = (
     Target("swap in and out of Transformer()", PEER, OURS, 8, _SWAP),
     Target("the same, against functional_call's overhead", PLAIN, OURS, 8, _SWAP),
-    Target("kept swap, against a bare loop", OURS, PLAIN, 2, ("test_kept_swap_speed",)),
+    Target("kept swap of a locked tree, against a bare loop", OURS, PLAIN, 2, _KEPT[:1]),
+    Target("kept swap of an unlocked tree", OURS, PLAIN, 2, _KEPT[1:]),
     Target("flatten_keys", PEER, OURS, 4, ("test_flatten_speed",)),
     Target("nested items and keys", PEER, OURS, 4, _NESTED),
     Target("nested get", PEER, OURS, 4, _GET),

@@ -121,18 +121,22 @@ def test_to_module_speed(lib, as_module):
     return partial(in_block, IdleTransformer(), params, leaf())
 
 
-def bare_loop():
+def bare_loop(_):
     net, x = IdleTransformer(), leaf()
     return bare_swap(net, state(IdleTransformer()), partial(net, x))
 
 
-@case(plain=bare_loop, on_peer=False)
-def test_kept_swap_speed(lib):
-    """Enter the same swap again and again; tensordict's serves one block only."""
+@case(plain=bare_loop, on_peer=False, each={"locked": True, "unlocked": False})
+def test_kept_swap_speed(lib, lock):
+    """Enter the same swap again and again; tensordict's serves one block only.
+
+    The entries of a locked tree cannot have changed since the last block; others are checked.
+    """
     net, x = IdleTransformer(), leaf()
-    swap = lib.TensorDict.from_module(IdleTransformer()).to_module(net)
-    with swap:
-        pass
+    swap = lib.TensorDict.from_module(IdleTransformer(), lock=lock).to_module(net)
+    for _ in range(2):
+        with swap:
+            pass
 
     def work():
         with swap:

@@ -142,13 +142,15 @@ class Swaps(TensorDictBase):
 
         Returns:
             A tree of what the module held, which is also the context manager. Keep it to enter
-            it again: it then puts in what this tree holds by then.
+            it again: it then puts in what this tree holds by then. That costs least if the tree
+            is locked.
 
         Raises:
             MissingKeyError: there are leaves without a slot; all are listed, nothing is changed.
-            SwapError: this tree has batch dims, or another thread is in a swap of the module. A
-                swap without a block counts while what it returned is kept and its leaves are in
-                the module.
+            SwapError: this tree has batch dims, a module is a ``torch.jit.ScriptModule`` (which
+                only ``use_state_dict`` can serve), or another thread is in a swap of the module.
+                A swap without a block counts while what it returned is kept and its leaves are
+                in the module.
             ValueError: (in place) a shape differs; all are listed, nothing is changed.
 
         Example:
