@@ -52,6 +52,10 @@ class Updates(TensorDictBase):
             [('a', 'x'), ('a', 'y')]
         """
         source = {} if input_dict_or_td is None else input_dict_or_td
+        is_plain = keys_to_update is None and is_leaf is None and not (inplace or clone or kwargs)
+        if is_plain and type(self) is self._kind and _takes_all(self, source):
+            _merge(self, cast(Any, source))
+            return self
         plan = _Update(inplace, clone, non_blocking, is_leaf)
         plan.add(self, _chosen(source, keys_to_update), ())
         if kwargs:
@@ -96,6 +100,41 @@ class Updates(TensorDictBase):
         return self
 
 
+def _takes_all(node: TensorDictBase, source: object) -> bool:
+    """Return whether nested dicts have only tensors, for nodes that can hold them as they are.
+
+    Hot (test_update, test_update_nested): the usual case, in which nothing is to be planned.
+    """
+    if type(source) is not dict or node._lock is not None or node._device is not None:
+        return False
+    size = fits = node._batch_size
+    depth = len(size)
+    for key, value in source.items():
+        kind = type(value)
+        if kind is Tensor and type(key) is str:
+            shape = value.shape if depth else fits
+            if shape != fits:
+                if shape[:depth] != size:
+                    return False
+                fits = shape  # most leaves share a shape
+        elif kind is dict:
+            mine: Any = node._data.get(key)
+            if type(mine) is not type(node) or not _takes_all(mine, value):
+                return False
+        else:
+            return False
+    return True
+
+
+def _merge(node: TensorDictBase, source: dict[str, Any]) -> None:
+    data: dict[str, Any] = node._data
+    for key, value in source.items():
+        if type(value) is dict:
+            _merge(data[key], value)
+        else:
+            data[key] = value
+
+
 class _Update:
     """The writes of one ``update``: all are checked before the first is made."""
 
@@ -114,7 +153,7 @@ class _Update:
         plain = not self._inplace and not self._clone
         puts = self._puts
         for key, value in entries:
-            # Hot (test_update): a tensor under a plain key that can be held as it is.
+            # Hot (test_update_nested): a tensor under a plain key that can be held as it is.
             if plain and type(value) is Tensor and type(key) is str and node._takes(value):
                 puts[above + (key,)] = node, key, value  # noqa: RUF005  # a joined tuple is quicker
                 continue

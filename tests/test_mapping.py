@@ -160,6 +160,15 @@ def test_update_holds_new_nodes_for_the_branches_of_its_source():
 def test_update_with_is_leaf_replaces_whole_branches():
     td = make().update({"b": TensorDict({"z": 1})}, is_leaf=lambda kind: kind is TensorDict)
     assert td["b"].to_dict() == {"z": 1}
+    td = make().update({"b": {"z": torch.ones(())}}, is_leaf=lambda kind: kind is dict)
+    assert list(td["b"].keys()) == ["z"]
+
+
+def test_update_with_no_keys_chosen_changes_nothing():
+    td = make()
+    before = state(td)
+    td.update({"a": torch.ones(())}, keys_to_update=[])
+    assert state(td) == before
 
 
 def test_update_in_place_copies_into_what_is_there_and_adds_the_rest():
