@@ -241,14 +241,14 @@ class Watch:
 
 def _watch_tree(tree: TensorDictBase) -> Watch:
     """Watch the branches of a tree, and that no entry comes or goes."""
-    nodes = nodes_of(tree, ())
-    links = [
-        (home, key, value)
-        for _, _, home in nodes
-        for key, value in home.items()
-        if isinstance(value, TensorDictBase)
-    ]
-    return Watch(links, [home for _, _, home in nodes])
+    links: list[tuple[Slots, str, Any]] = []
+    homes = []
+    for _, node, home in nodes_of(tree, ()):
+        homes.append(home)
+        links += [(home, key, value) for key, value in home.items() if _is_branch(value)]
+        if isinstance(node, nn.Module) and home:
+            links += _registries(node, {id(home)})
+    return Watch(links, homes)
 
 
 def _watch_module(plan: Plan, visits: list[tuple[Slots, nn.Module]]) -> Watch:
@@ -262,13 +262,19 @@ def _watch_module(plan: Plan, visits: list[tuple[Slots, nn.Module]]) -> Watch:
         links += [(buffers, k, b) for k, b in buffers.items() if (id(buffers), k) not in taken]
     used = {id(slots) for slots in (*plan.targets, *[slots for slots, _, _ in links])}
     modules = dict.fromkeys(module for _, module in visits)
-    links += [
-        (vars(module), name, slots)
-        for module in modules
-        for name, slots in vars(module).items()
-        if id(slots) in used
-    ]
+    for module in modules:
+        links += _registries(module, used)
     return Watch(links, [cast(Slots, module._buffers) for module in modules])
+
+
+def _registries(module: nn.Module, used: set[int]) -> list[tuple[Slots, str, Any]]:
+    """Return the links from a module to those of its registries that are in use."""
+    own = vars(module)
+    return [(own, name, slots) for name, slots in own.items() if id(slots) in used]
+
+
+def _is_branch(value: object) -> bool:
+    return isinstance(value, TensorDictBase)
 
 
 def nodes_of(tree: TensorDictBase, above: Path) -> list[tuple[Path, TensorDictBase, Slots]]:

@@ -218,6 +218,13 @@ def replace_children(net, params):
     net._modules["0"] = nn.Linear(4, 4)
 
 
+def replace_registry_of_the_tree(net, params):
+    if isinstance(params, nn.Module):
+        params["0"]._parameters = {k: nn.Parameter(v + 1) for k, v in params["0"].items()}
+    else:
+        params["0"] = {"weight": torch.ones(4, 4)}
+
+
 def exchange_kinds(net, params):
     value = net[0].bias.detach()
     del net[0].bias
@@ -235,6 +242,7 @@ CHANGES = [
     replace_child,
     replace_parameter,
     replace_registry,
+    replace_registry_of_the_tree,
     replace_children,
     exchange_kinds,
 ]
