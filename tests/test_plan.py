@@ -1,10 +1,13 @@
 """Where in a module the leaves of a tree go, and what is said of those that have no place."""
 
+import contextlib
 import gc
 import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from zoo import Sparse, blank, chain, exact, same
 
@@ -276,6 +279,33 @@ def test_a_swap_after_a_change_is_that_of_a_new_tree(kind, lock, change):
         with swap:
             assert same(exact(net), wanted)
         assert same(before, exact(net))
+
+
+def seen_inside(params, net):
+    """Return what the module holds in a swap, or the error."""
+    try:
+        with params.to_module(net):
+            return exact(net)
+    except (MissingKeyError, SwapError) as error:
+        return str(error)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(CHANGES), min_size=1, max_size=8),
+    st.sampled_from([TensorDict, TensorDictParams]),
+)
+def test_any_changes_are_followed_in_any_order(changes, kind):
+    net = chain()
+    params = seasoned(net, kind(blank(net)))
+    for change in changes:
+        with contextlib.suppress(KeyError, AttributeError):  # gone by an earlier change
+            change(net, params)
+        before = exact(net)
+        wanted = seen_inside(TensorDict(params), net)
+        for _ in range(2):
+            assert seen_inside(params, net) == wanted
+            assert same(before, exact(net))
 
 
 def test_a_renamed_entry_is_unknown_to_a_module_that_took_it_before():
