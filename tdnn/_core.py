@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, Union, cast
 import torch
 from torch import Size, Tensor
 
-from tdnn._declared import Declared, Device, as_device, as_size
+from tdnn._declared import Declared, Device, as_device, as_size, negative
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn._lock import locked
 from tdnn._node import IsLeaf, Names, Scope
@@ -41,6 +41,9 @@ class TensorDictBase(Declared):
     ) -> None:
         if type(source) is not dict and source is not None:
             if isinstance(source, TensorDictBase):
+                if names is not None:  # they replace those that the source has
+                    source = source._shallow_copy()
+                    source._set_names(None)
                 if batch_size is None:
                     batch_size = source._batch_size
                     device = source._device if device is None else device
@@ -51,18 +54,22 @@ class TensorDictBase(Declared):
                     f"{type(self).__name__} is made from a mapping or a tree, not {source!r}"
                 )
         # Hot (test_creation_empty): the usual kind of size without a call.
-        self._batch_size = Size(batch_size) if type(batch_size) is tuple else as_size(batch_size)
+        size = Size(batch_size) if type(batch_size) is tuple else as_size(batch_size)
+        for n in size:
+            if n < 0:
+                raise negative(size)
+        self._batch_size = size
         self._device = None if device is None else as_device(device)
         self._names = None
         self._lock = None
         self._scope = None
         self._data = {}
+        if names is not None:
+            self.names = names
         if source:
             self._fill(self._data, source, non_blocking or False)
         if kwargs:
             self._fill(self._data, kwargs, non_blocking or False)
-        if names is not None:
-            self.names = names
         if lock:
             self._hold(None)
 
@@ -144,6 +151,8 @@ class TensorDictBase(Declared):
             shape = value.shape
             if shape != size and shape[: len(size)] != size:
                 value = self._fit(value, key)
+            if self._names is not None and isinstance(value, TensorDictBase):
+                value = value._renamed(self._names, key)
         if self._device is not None and value.device != self._device:
             value = cast(Any, value).to(self._device, non_blocking=non_blocking)
         return cast(Entry, value)

@@ -2,15 +2,15 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
-from tdnn._keys import as_key
+from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._lock import Lockable, locked
 from tdnn._node import Names
 
-__all__ = ["Declared", "Device", "as_device", "as_size"]
+__all__ = ["Declared", "Device", "as_device", "as_size", "negative"]
 
 Device: TypeAlias = torch.device | str | int
 
@@ -132,6 +132,40 @@ class Declared(Lockable):
             size = len(branch._batch_size)
             branch._plan_names((*mine, *[None] * size)[:size], plan)
 
+    def _renamed(self, names: tuple[str | None, ...], key: NestedKey) -> Self:
+        """Return this tree with ``names`` for its first dims: itself, or new nodes.
+
+        ``key`` is where it is going to stand.
+
+        Raises:
+            ValueError: a dim has another name, here or in a branch.
+        """
+        faults: list[str] = []
+        made = self._refined(names, as_path(key), faults)
+        if faults:
+            raise ValueError(f"cannot set {'; '.join(faults)}; set its .names first, or to None")
+        return made
+
+    def _refined(self, names: tuple[str | None, ...], path: Path, faults: list[str]) -> Self:
+        mine = self._names or (None,) * len(self._batch_size)
+        pairs = list(zip(names, mine, strict=False))  # a branch below may have fewer dims
+        first = [new or old for new, old in pairs]
+        chosen = (*first, *mine[len(first) :])
+        given = [name for name in chosen if name is not None]
+        if any([new != old for new, old in pairs if new and old]) or len(set(given)) < len(given):
+            faults.append(
+                f"{as_key(path)!r}: its dims are named {list(mine)}, the tree's {list(names)}"
+            )
+        changed = {}
+        for key, value in self._data.items():
+            if isinstance(value, Declared):
+                below = value._refined(chosen, (*path, key), faults)
+                if below is not value:
+                    changed[key] = below
+        if chosen == mine and not changed:
+            return self
+        return self._like({**self._data, **changed}, self._batch_size, chosen)
+
     def is_empty(self) -> bool:
         """Return whether there is no leaf anywhere in the tree.
 
@@ -162,16 +196,22 @@ def as_size(size: Sequence[int] | int | None) -> torch.Size:
         (torch.Size([3, 4]), torch.Size([3]), torch.Size([]))
     """
     if type(size) is torch.Size:
-        return size
-    if size is None:
+        made = size
+    elif size is None:
         return _NO_BATCH
-    try:
-        made = torch.Size((size,) if isinstance(size, int) else size)
-    except TypeError:
-        made = _of_one(size)
-    if made and min(made) < 0:
-        raise ValueError(f"a batch size has no negative entries: {tuple(made)}")
+    else:
+        try:
+            made = torch.Size((size,) if isinstance(size, int) else size)
+        except TypeError:
+            made = _of_one(size)
+    for n in made:  # one by one: min() compares two sizes, which torch.compile may not know
+        if n < 0:
+            raise negative(made)
     return made
+
+
+def negative(size: torch.Size) -> ValueError:
+    return ValueError(f"a batch size has no negative entries: {tuple(size)}")
 
 
 _NO_BATCH = torch.Size(())

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from strategies import flat, trees
+from torch._dynamo.testing import CompileCounter
 
 from tdnn import TensorDict
 
@@ -76,10 +77,33 @@ def test_anything_else_is_not_a_batch_size(size):
         TensorDict({}, size)
 
 
-@pytest.mark.parametrize("size", [-1, [-1], [3, -2]])
-def test_a_batch_size_is_not_negative(size):
-    with pytest.raises(ValueError, match=r"a batch size has no negative entries: \(.*-"):
-        TensorDict({}, size)
+@pytest.mark.parametrize("kind", [list, tuple, torch.Size])
+@pytest.mark.parametrize("size", [[-1], [3, -2]], ids=str)
+def test_a_batch_size_is_not_negative(kind, size):
+    td = TensorDict({})
+    for make in (
+        lambda: TensorDict({}, kind(size)),
+        lambda: TensorDict({"a": {}}, kind(size)),
+        lambda: td.empty(batch_size=kind(size)),
+        lambda: setattr(td, "batch_size", kind(size)),
+    ):
+        with pytest.raises(ValueError, match=r"a batch size has no negative entries: \(.*-"):
+            make()
+    assert td.batch_size == ()
+    with pytest.raises(ValueError, match=r"negative entries: \(-1,\)"):
+        TensorDict({}, -1)
+
+
+def test_sizes_that_compile_does_not_know_can_be_batch_sizes():
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def declared(x):
+        return TensorDict({"x": x}, (x.shape[0], x.shape[1]))
+
+    for rows, columns in ((2, 3), (5, 4), (4, 7)):
+        assert declared(torch.zeros(rows, columns)).batch_size == (rows, columns)
+    assert counter.frame_count == 1
 
 
 def test_without_a_batch_size_a_tree_takes_that_of_its_source():
@@ -137,6 +161,109 @@ def test_a_branch_that_declares_fewer_dims_takes_the_names_of_those():
     td["b"].batch_size = [3]
     td.names = ["x", "y"]
     assert td["b"].names == ["x"]
+
+
+def named_pair(parent, branch):
+    """Return a tree of two dims and a branch of three that is to be set there."""
+    td = TensorDict({}, [3, 2], names=parent)
+    return td, TensorDict({"x": torch.zeros(3, 2, 4)}, [3, 2, 4], names=branch)
+
+
+WAYS_TO_SET = {
+    "set": lambda td, branch: td.set("b", branch)["b"],
+    "nested": lambda td, branch: td.set(("new", "b"), branch)["new", "b"],
+    "update": lambda td, branch: td.update({"b": branch})["b"],
+    "init": lambda td, branch: TensorDict({"b": branch}, td.batch_size, names=td.names)["b"],
+    "keyword": lambda td, branch: TensorDict(b=branch, batch_size=[3, 2], names=td.names)["b"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_SET)
+@pytest.mark.parametrize(
+    ("parent", "branch", "expected"),
+    [
+        (["a", "b"], None, ["a", "b", None]),
+        (["a", "b"], [None, None, "w"], ["a", "b", "w"]),
+        (["a", "b"], ["a", None, "w"], ["a", "b", "w"]),
+        (["a", None], ["a", "v", "w"], ["a", "v", "w"]),
+        ([None, "b"], [None, "b", None], [None, "b", None]),
+        (None, ["u", "v", "w"], ["u", "v", "w"]),
+        (None, None, [None, None, None]),
+    ],
+    ids=str,
+)
+def test_a_branch_that_is_set_takes_the_names_of_the_tree(way, parent, branch, expected):
+    td, value = named_pair(parent, branch)
+    before = value.names
+    held = WAYS_TO_SET[way](td, value)
+    assert held.names == expected
+    assert held["x"] is value["x"]
+    assert value.names == before
+
+
+def test_a_branch_that_has_the_names_of_the_tree_is_held_as_it_is():
+    td, value = named_pair(["a", "b"], ["a", "b", "w"])
+    assert td.set("b", value)["b"] is value
+
+
+def test_names_reach_the_branches_of_a_branch_that_is_set():
+    td, value = named_pair(["a", "b"], None)
+    value["deeper"] = TensorDict({"y": torch.zeros(3, 2, 4, 5)}, [3, 2, 4, 5])
+    td["b"] = value
+    assert td["b", "deeper"].names == ["a", "b", None, None]
+    assert value["deeper"].names == [None] * 4
+    td["e"] = TensorDict({"x": torch.zeros(3, 2)}, [3])
+    assert td["e"].names == ["a", "b"]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_SET)
+@pytest.mark.parametrize(
+    ("parent", "branch"),
+    [
+        (["a", "b"], ["u", "b", None]),
+        (["a", "b"], ["b", "a", None]),
+        (["a", "b"], [None, None, "a"]),
+        (["w", None], [None, None, "w"]),
+    ],
+    ids=str,
+)
+def test_a_branch_with_other_names_is_refused(way, parent, branch):
+    td, value = named_pair(parent, branch)
+    with pytest.raises(
+        ValueError, match=r"'b'\)?: its dims are named .*, the tree's .*; set its \.n"
+    ):
+        WAYS_TO_SET[way](td, value)
+    assert td.is_empty()
+    assert value.names == branch
+
+
+def test_all_branches_with_other_names_are_listed():
+    td, value = named_pair(["a", "b"], None)
+    for key, names in (("p", ["u", None]), ("q", ["a", "b"]), ("r", ["b", None])):
+        value.set(key, TensorDict({}, [3, 2, 4], names=[*names, None]))
+    with pytest.raises(
+        ValueError, match=r"cannot set \('b', 'p'\): .*; \('b', 'r'\): .*"
+    ) as caught:
+        td["b"] = value
+    assert "'q'" not in str(caught.value)
+
+
+def test_names_given_for_a_tree_replace_those_it_has():
+    td = TensorDict({}, [3], names=["t"])
+    td["b"] = TensorDict({"x": torch.zeros(3, 2)}, [3, 2], names=["t", "y"])
+    made = TensorDict(td, names=["s"])
+    assert (made.names, made["b"].names) == (["s"], ["s", "y"])
+    assert (td.names, td["b"].names) == (["t"], ["t", "y"])
+
+
+def test_setting_a_branch_in_a_tree_with_names_traces():
+    def fill(x):
+        td = TensorDict({}, [3], names=["t"])
+        td["b"] = TensorDict({"x": x}, [3, 2])
+        return td["b"]
+
+    made = torch.compile(fill, backend="eager", fullgraph=True)(torch.ones(3, 2))
+    assert made.names == ["t", None]
 
 
 def test_names_follow_the_batch_size():
