@@ -1,95 +1,60 @@
 """Members of an ensemble are what separate nets would be, in a loop."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
+import warnings
+from itertools import product
 
 import pytest
 import torch
+import zoo
+from members import COPIES, Rebinding, batch_normed, draw, mlp, nets_of, wrapped
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from zoo import DTYPE, changed, make
 
 from tdnn import TensorDict, TensorDictParams
 from tdnn.nn import EnsembleModule, TensorDictModule, TensorDictSequential
 
-COPIES = 3
-
-# Kinds that torch can map over; RNNs and the fast path of attention it cannot, as of torch 2.14.
-KINDS = [
-    "linear",
-    "conv",
-    "bilinear",
-    "batch norm",
-    "instance norm",
-    "group norm",
-    "layer norm",
-    "prelu",
-    "rnn cell",
-    "embedding",
-    "lists and dicts",
-    "tied",
-    "two names",
-    "sparse",
-    "wrapped",
-    "attention",
-    "weight norm",
-    "spectral norm",
-    "caching",
-    "recording",
+# What torch.vmap cannot map, as of torch 2.14: a tensor read as a number, and a write in place
+# of a power iteration.
+NOT_MAPPED = ["batch norm without momentum", "spectral norm"]
+WAYS = [
+    pytest.param(kind, training, vectorize, id=f"{kind}-{training * 'train' or 'eval'}-{vectorize}")
+    for kind, training, vectorize in product(zoo.KINDS, [True, False], [True, False])
+    if kind != "resnet"  # is slow, and made of other kinds
+    and not (kind in NOT_MAPPED and training and vectorize)
 ]
-BOTH = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
-def draw(module):
-    """Set all weights, whatever the module."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_()
-        for module_ in module.modules():
-            if "cached" in module_.__dict__:
-                module_.weight = module_.weight
-
-
-def nets_of(ensemble, net):
-    """Separate nets that hold the weights of the members."""
-    nets = []
-    for n in range(ensemble.num_copies):
-        nets.append(copy.deepcopy(net))
-        weights = ensemble.params_td[n]
-        weights = weights.apply(lambda leaf: leaf.detach().clone())
-        weights.to_module(nets[-1], inplace=True)
-        nets[-1].train(net.training)
-    return nets
-
-
-def wrapped(net):
-    return TensorDictModule(net, in_keys=["x"], out_keys=["y"])
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(DTYPE)
+@functools.cache
+def scripted_linear():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        return torch.jit.script(nn.Linear(4, 2))
 
 
 # -- equal to a loop ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@BOTH
-@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:An output with one or")
-def test_members_are_separate_nets_in_a_loop(kind, training):
+@pytest.mark.parametrize(("kind", "training", "vectorize"), WAYS)
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop",
+    "ignore:An output with one or",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # dynamo reads it
+)
+def test_members_are_separate_nets_in_a_loop(kind, training, vectorize):
     net, x = make(kind, training)
     net = changed(net)
-    if kind == "spectral norm" and training:
-        pytest.skip("torch cannot map its power iteration, which writes in place")
-    ensemble = EnsembleModule(net, COPIES, parameter_init_function=draw)
+    ensemble = EnsembleModule(net, COPIES, parameter_init_function=draw, vectorize=vectorize)
     nets = nets_of(ensemble, net)
 
     found = ensemble(x)
     wanted = torch.stack([net(x) for net in nets])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-    if kind == "attention" and not training:
-        return  # torch's fast path has no gradient when it is mapped, as of torch 2.14
     found.pow(2).sum().backward()
     wanted.pow(2).sum().backward()
     stacked = TensorDict.from_modules(*nets)
@@ -137,22 +102,6 @@ def test_each_member_keeps_its_own_statistics():
     [net.eval() for net in nets]
     torch.testing.assert_close(ensemble(x), torch.stack([net(x) for net in nets]))
     assert ensemble.params_td["1", "num_batches_tracked"].tolist() == [3] * COPIES
-
-
-class Rebinding(nn.Module):
-    """Its buffers are rebound, filled when they are None, and dropped."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-        self.register_buffer("sum", torch.zeros(()))
-        self.register_buffer("last", None)
-
-    def forward(self, x):
-        y = x * self.weight
-        self.sum = self.sum + y.detach().sum()
-        self.last = y.detach() if self.last is None else self.last + y.detach()
-        return y
 
 
 def test_buffers_that_the_forward_rebinds_are_each_members_own():
@@ -229,6 +178,12 @@ def test_ties_flags_and_dtypes_are_kept():
     assert len(list(params.parameters())) == 2
 
 
+@pytest.mark.parametrize("number", [2.0, "2", None])
+def test_the_number_of_members_is_a_whole_one(number):
+    with pytest.raises(TypeError, match=f"num_copies is a whole number, not {number!r}"):
+        EnsembleModule(nn.Linear(2, 2), number)
+
+
 @pytest.mark.parametrize("number", [0, -1])
 def test_an_ensemble_has_at_least_one_member(number):
     with pytest.raises(ValueError, match=f"an ensemble has at least 1 member, not {number}"):
@@ -241,9 +196,58 @@ def test_only_a_module_can_have_copies():
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_module_that_is_not_initialised_cannot_be_stacked():
-    with pytest.raises(ValueError, match="cannot stack 'weight': it is not initialised; run the"):
-        EnsembleModule(nn.LazyLinear(2), 2)
+def test_a_module_that_is_not_initialised_is_called_once_before():
+    net = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(
+        ValueError,
+        match=r"TensorDictModule\(Sequential\) is not initialised: \['module.0.weight', .*"
+        r"'module.1.running_var'\]; call it once on an example, then make the ensemble",
+    ):
+        EnsembleModule(wrapped(net), 2)
+    x = torch.randn(5, 4)
+    net(x)
+    ensemble = EnsembleModule(net, 2)
+    assert not torch.equal(*ensemble.params_td["0", "weight"])
+    nets = nets_of(ensemble, net)
+    torch.testing.assert_close(ensemble(x), torch.stack([net(x) for net in nets]))
+
+
+def test_a_scripted_module_has_no_copies_with_other_weights():
+    scripted = scripted_linear()
+    for module in (scripted, nn.Sequential(scripted)):
+        with pytest.raises(
+            TypeError, match=r"a ScriptModule cannot run on other weights than its own.* scripted$"
+        ):
+            EnsembleModule(module, 2)
+
+
+def test_weights_that_are_computed_begin_apart_as_they_would_plain():
+    net = parametrizations.weight_norm(nn.Linear(64, 64))
+    with torch.no_grad():
+        net.weight = torch.ones(64, 64)
+    params = EnsembleModule(net, COPIES).params_td
+    weights = []
+    for n in range(COPIES):
+        with torch.no_grad(), params[n].to_module(net):
+            weights.append(net.weight)
+    one, two, _ = weights
+    assert not torch.allclose(one, two)
+    assert one.abs().max() <= 1 / 8 + 1e-6
+    assert one.std().item() == pytest.approx(1 / 8 / 3**0.5, rel=0.05)
+
+
+def test_weights_that_are_computed_one_way_are_refused():
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    net = nn.Linear(3, 3)
+    parametrize.register_parametrization(net, "weight", Twice())
+    for refused in (net, parametrizations.spectral_norm(nn.Linear(3, 3))):
+        with pytest.raises(
+            ValueError, match=r"reaches \[\('parametrizations', 'weight', 'original'\)\]"
+        ):
+            EnsembleModule(refused, 2)
 
 
 # -- inputs and outputs ------------------------------------------------------------------------
@@ -403,10 +407,6 @@ def test_the_parameters_are_the_stacked_ones_and_no_others():
     assert all(name.startswith("params_td.") for name in ensemble.state_dict())
 
 
-def batch_normed():
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).to(DTYPE)
-
-
 def test_a_state_dict_makes_a_new_ensemble_the_same():
     one, two = (EnsembleModule(wrapped(batch_normed()), COPIES) for _ in range(2))
     td = TensorDict({"x": torch.randn(5, 4, dtype=DTYPE)}, [5])
@@ -477,3 +477,12 @@ def test_members_without_memory_can_be_given_it_later():
     members.to_empty(device="cpu").load_state_dict(wanted.state_dict())
     points = torch.rand(4, 3)
     assert torch.equal(members(points), wanted(points))
+
+
+def test_an_ensemble_shows_its_module_and_how_many():
+    net = nn.Linear(4, 2)
+    assert repr(EnsembleModule(net, 8)) == f"EnsembleModule(module={net!r}, num_copies=8)"
+    text = repr(EnsembleModule(wrapped(net), 8, expand_input=False, vectorize=False))
+    assert repr(wrapped(net)).replace("\n", "\n  ") in text
+    assert text.endswith("  num_copies=8,\n  expand_input=False,\n  vectorize=False\n)")
+    assert repr(nn.LSTM(4, 2)) in repr(EnsembleModule(nn.LSTM(4, 2), 8))

@@ -5,7 +5,7 @@ through on its way up puts the step in front of that text, so that one line give
 ``step 0 ('body') of TensorDictSequential: step 2 of Chain: TensorDictModule(Linear) read ...``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,6 +17,7 @@ from tdnn.errors import MissingKeyError
 
 __all__ = [
     "Told",
+    "arguments_in_words",
     "inputs_in_words",
     "lacking_outputs",
     "lost_outputs",
@@ -102,6 +103,17 @@ def inputs_in_words(keys: Iterable[NestedKey], values: Iterable[Any]) -> str:
     """
     read = [f"{key!r} {in_words(value)}" for key, value in zip(keys, values, strict=True)]
     return f"read {', '.join(read)}" if read else "reads nothing"
+
+
+def arguments_in_words(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what a call was given, as it would be written.
+
+    Example:
+        >>> arguments_in_words([torch.ones(2)], {"scale": 3})
+        'float32 (2,), scale=int'
+    """
+    by_name = [f"{name}={in_words(value)}" for name, value in kwargs.items()]
+    return ", ".join([*map(in_words, args), *by_name]) or "nothing"
 
 
 def outputs_in_words(keys: Iterable[NestedKey], values: Iterable[Any], tree: TensorDictBase) -> str:

@@ -2,21 +2,33 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self
+from itertools import chain
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import as_key, listing
-from tdnn.nn.base import TensorDictModuleBase
+from tdnn.nn._faults import Told, arguments_in_words, place, title
+from tdnn.nn.base import TensorDictModuleBase, picture
 from tdnn.nn.dispatch import dispatch
 from tdnn.nn.params import TensorDictParams
 from tdnn.tensordict import TensorDict
 
 __all__ = ["EnsembleModule"]
+
+# torch.vmap has no rule for what these call, as of torch 2.14.
+_NOT_MAPPED = (nn.RNNBase, nn.LSTMCell)
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+_OF_VMAP = ("vmap", "Batching rule", "functorch")  # in messages that torch.vmap is the cause of
+_PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_TENSOR = "a tensor"  # stands for one among the rest of an output
 
 
 class EnsembleModule(TensorDictModuleBase):
@@ -27,6 +39,9 @@ class EnsembleModule(TensorDictModuleBase):
     Dropout and other randomness differ from member to member. Buffers (the statistics of
     BatchNorm) are each member's own, also if the forward rebinds them.
 
+    Of what the module returns, every tensor gets a new first dim, the members; what is no tensor
+    (None, numbers, text) is the same for all members, and stays as it is.
+
     Args:
         module: a module on trees, or any ``nn.Module`` on tensors. It is copied, not changed.
         num_copies: the number of members, at least 1.
@@ -36,10 +51,16 @@ class EnsembleModule(TensorDictModuleBase):
         parameter_init_function: called on a copy of ``module`` for each member to set its
             weights. By default every submodule's ``reset_parameters`` (or
             ``_reset_parameters``) is called.
+        vectorize: map over the members with ``torch.vmap``. Otherwise they run one after the
+            other, which takes longer and works for any module. They do so in any case if the
+            module holds an ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` or ``nn.LSTMCell``, which
+            ``torch.vmap`` cannot map, and in a call with gradients if it holds attention and is
+            in eval.
 
     Raises:
-        ValueError: ``num_copies`` is less than 1; or no ``reset_parameters`` reaches some
-            weights, so that all members would start alike.
+        ValueError: ``num_copies`` is less than 1; parameters are not initialised; or no
+            ``reset_parameters`` reaches some weights, so that all members would start alike.
+        TypeError: ``module`` is no ``nn.Module``, or a ``ScriptModule``.
 
     Example:
         >>> module = TensorDictModule(nn.Linear(4, 2), in_keys=["x"], out_keys=["y"])
@@ -48,6 +69,8 @@ class EnsembleModule(TensorDictModuleBase):
         torch.Size([3, 5, 2])
         >>> EnsembleModule(nn.Linear(4, 2), 3)(torch.ones(5, 4)).shape
         torch.Size([3, 5, 2])
+        >>> EnsembleModule(nn.Linear(4, 2), 3)
+        EnsembleModule(module=Linear(in_features=4, out_features=2, bias=True), num_copies=3)
     """
 
     params_td: TensorDictParams
@@ -60,12 +83,10 @@ class EnsembleModule(TensorDictModuleBase):
         expand_input: bool = True,
         *,
         parameter_init_function: Callable[[nn.Module], Any] | None = None,
+        vectorize: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"EnsembleModule takes an nn.Module, not {type(module).__name__}")
-        if num_copies < 1:
-            raise ValueError(f"an ensemble has at least 1 member, not {num_copies}")
+        _refuse_unfit(module, num_copies)
         members = [copy.deepcopy(module) for _ in range(num_copies)]
         for member in members:
             (parameter_init_function or _reset)(member)
@@ -74,6 +95,7 @@ class EnsembleModule(TensorDictModuleBase):
             _refuse_equal_members(module, self.params_td)
         self.num_copies = num_copies
         self.expand_input = expand_input
+        self.vectorize = vectorize and not any([_is_not_mapped(part) for part in module.modules()])
         # In __dict__, so that it is no submodule: its parameters are not this module's.
         self.__dict__["_shell"] = _without_memory(module)
         if TensorDictModuleBase.is_tdmodule_compatible(module):
@@ -99,26 +121,71 @@ class EnsembleModule(TensorDictModuleBase):
         return self._members((tensordict,), {})
 
     def _members(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run all members, mapped over the tensors among the arguments or over none of them."""
+        """Run all members and put together what they return."""
         values, spec = pytree.tree_flatten((args, kwargs))
-        dims = [0 if isinstance(value, Tensor) else None for value in values]
-        if self.expand_input:
-            dims = [None] * len(values)
-        else:
+        if not self.expand_input:
             self._check_first_dim([value for value in values if isinstance(value, Tensor)])
+        is_mapped = self.vectorize and not (torch.is_grad_enabled() and self._loses_gradients())
+        try:
+            out, rebound = (self._run_mapped if is_mapped else self._run_in_turn)(values, spec)
+        except Exception as err:
+            if is_mapped and any([word in str(err) for word in _OF_VMAP]):
+                err.add_note(
+                    "EnsembleModule maps over its members with torch.vmap; vectorize=False runs "
+                    "them one after the other, which works for any module"
+                )
+            text = f"{title(self._shell)} ran on {arguments_in_words(args, kwargs)}"
+            place(err, f"a member of {self._title()}", text)
+            raise
+        for path, value in rebound.items():
+            self.params_td.set(path, nn.Buffer(value))
+        return out
+
+    def _run_mapped(self, values: list[Any], spec: Any) -> tuple[Any, dict[Any, Tensor]]:
+        """Map over the members and, without ``expand_input``, the tensors among the arguments."""
+        dims = [
+            0 if isinstance(value, Tensor) and not self.expand_input else None for value in values
+        ]
+        outputs: list[_Output] = []
 
         def run(_: Tensor, weights: TensorDict, values: list[Any]) -> Any:
             args, kwargs = pytree.tree_unflatten(values, spec)
             # Without a leaf, nothing tells an empty tree that its first dim is mapped over.
-            return self._run(weights if weights._data else TensorDict(), args, kwargs)
+            out, rebound = self._run(weights if weights._data else TensorDict(), args, kwargs)
+            outputs.append(_apart(out, self._shell))
+            return outputs[0].tensors, rebound
 
         # The numbers of the members: a module may have no weights to map over.
         numbers = torch.arange(self.num_copies)
         mapped = torch.vmap(run, (0, 0, dims), randomness="different")
-        out, rebound = mapped(numbers, self.params_td, values)
-        for path, value in rebound.items():
-            self.params_td.set(path, nn.Buffer(value))
-        return out
+        tensors, rebound = mapped(numbers, self.params_td, values)
+        return _together(tensors, outputs[0]), rebound
+
+    def _run_in_turn(self, values: list[Any], spec: Any) -> tuple[Any, dict[Any, Tensor]]:
+        """Run one member after the other and stack what they return."""
+        outputs: list[_Output] = []
+        changed: dict[Any, None] = {}
+        members = self.params_td.unbind(0)
+        for n, weights in enumerate(members):
+            mine = [
+                value[n] if isinstance(value, Tensor) and not self.expand_input else value
+                for value in values
+            ]
+            args, kwargs = pytree.tree_unflatten(mine, spec)
+            out, rebound = self._run(weights, args, kwargs)
+            outputs.append(_apart(out, self._shell))
+            changed.update(dict.fromkeys(rebound))
+        first = outputs[0]
+        if any([(each.rest, each.spec) != (first.rest, first.spec) for each in outputs]):
+            raise ValueError(
+                Told(
+                    f"{title(self._shell)} returned other things for one member than for another, "
+                    "and only tensors may differ"
+                )
+            )
+        tensors = [_stacked(each) for each in zip(*[out.tensors for out in outputs], strict=True)]
+        stacked = {path: torch.stack([each[path] for each in members]) for path in changed}
+        return _together(tensors, first), stacked
 
     def _run(self, weights: TensorDict, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Tensor]]:
         """Run one member; return also the buffers that its forward rebound or filled."""
@@ -129,6 +196,20 @@ class EnsembleModule(TensorDictModuleBase):
             out = shell(*args, **kwargs)
         after = weights._leaves() if has_buffers else []
         return out, {path: leaf for path, leaf in after if before.get(path) is not leaf}
+
+    def _loses_gradients(self) -> bool:
+        """Return whether the module holds attention in eval.
+
+        Under ``vmap`` its fast path does not see that gradients are needed, and has none; as of
+        torch 2.14.
+        """
+        return any(
+            [
+                (isinstance(part, _ATTENTION) and not part.training)
+                or (isinstance(part, EnsembleModule) and part._loses_gradients())
+                for part in self._shell.modules()
+            ]
+        )
 
     def _check_first_dim(self, tensors: list[Tensor]) -> None:
         wrong = [tuple(t.shape) for t in tensors if t.shape[:1] != (self.num_copies,)]
@@ -143,6 +224,86 @@ class EnsembleModule(TensorDictModuleBase):
         self._shell.train(mode)
         return super().train(mode)
 
+    def __repr__(self) -> str:
+        parts = [f"module={self._shell!r}", f"num_copies={self.num_copies}"]
+        parts += [f"{name}=False" for name in ("expand_input", "vectorize") if not vars(self)[name]]
+        return picture(type(self).__name__, parts)
+
+
+# -- what a member returns ---------------------------------------------------------------------
+
+
+class _Output(NamedTuple):
+    """What a member returned, taken apart."""
+
+    tensors: list[Tensor]
+    rest: list[Any]  # all that it holds, with a word in the place of each tensor
+    spec: Any
+
+
+def _apart(out: Any, module: nn.Module) -> _Output:
+    """Take what a member returned apart, if it can be put together again for all members."""
+    values, spec = pytree.tree_flatten(out)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    rest = [_TENSOR if isinstance(value, Tensor) else value for value in values]
+    odd = {type(value).__name__: None for value in rest if not isinstance(value, _PLAIN)}
+    if odd:
+        raise TypeError(
+            Told(
+                f"{title(module)} returned {', '.join(odd)}; an ensemble puts together tensors, in "
+                "tuples, lists, dicts, trees or a class that is registered as a pytree "
+                "(torch.export.register_dataclass)"
+            )
+        )
+    return _Output(tensors, rest, spec)
+
+
+def _together(tensors: list[Tensor], like: _Output) -> Any:
+    """Put tensors in the places where those of a member stood."""
+    left = iter(tensors)
+    values = [next(left) if value is _TENSOR else value for value in like.rest]
+    return pytree.tree_unflatten(values, like.spec)
+
+
+def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Stack the tensors of all members; one that they share is expanded, as by ``vmap``."""
+    first = tensors[0]
+    if all([tensor is first for tensor in tensors]):
+        return first.expand(len(tensors), *first.shape)
+    return torch.stack(tensors)
+
+
+# -- how members begin -------------------------------------------------------------------------
+
+
+def _refuse_unfit(module: nn.Module, num_copies: int) -> None:
+    """Raise if there cannot be that many copies of the module with weights of their own."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"EnsembleModule takes an nn.Module, not {type(module).__name__}")
+    if not hasattr(num_copies, "__index__"):
+        raise TypeError(f"num_copies is a whole number, not {num_copies!r}")
+    if num_copies < 1:
+        raise ValueError(f"an ensemble has at least 1 member, not {num_copies}")
+    if any([isinstance(part, torch.jit.ScriptModule) for part in module.modules()]):
+        raise TypeError(
+            f"EnsembleModule: a ScriptModule cannot run on other weights than its own, and "
+            f"{title(module)} is or holds one; take the module that was scripted"
+        )
+    held = chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, tensor in held if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{title(module)} is not initialised: {listing(lazy)}; call it once on an example, "
+            "then make the ensemble"
+        )
+
+
+def _is_not_mapped(part: nn.Module) -> bool:
+    """Return whether ``torch.vmap`` is known not to map a module."""
+    if isinstance(part, EnsembleModule):
+        return not part.vectorize
+    return isinstance(part, _NOT_MAPPED)
+
 
 def _reset(module: nn.Module) -> None:
     """Initialise a module as its constructor does: inner modules first."""
@@ -150,8 +311,27 @@ def _reset(module: nn.Module) -> None:
         reset = getattr(inner, "reset_parameters", None) or getattr(
             inner, "_reset_parameters", None
         )
-        if callable(reset):
+        if callable(reset) and not parametrize.is_parametrized(inner):
             reset()
+        elif callable(reset):
+            _reset_parametrized(inner, reset)
+
+
+def _reset_parametrized(module: Any, reset: Callable[[], Any]) -> None:
+    """Initialise a module that computes its weights: to values that come out as if it did not.
+
+    What cannot be set so stays as it is: its parametrization has no ``right_inverse``, or has a
+    state that belongs to the weights (the vectors of a spectral norm).
+    """
+    with torch.no_grad(), parametrize.cached():
+        # The cache keeps the weights that the reset writes to, which it would else write in vain.
+        drawn = {name: getattr(module, name) for name in module.parametrizations}
+        reset()
+        drawn = {name: weight.clone() for name, weight in drawn.items()}
+    for name, weight in drawn.items():
+        steps = module.parametrizations[name]
+        if all([hasattr(step, "right_inverse") and not list(step.buffers()) for step in steps]):
+            setattr(module, name, weight)
 
 
 def _refuse_equal_members(module: nn.Module, stacked: TensorDict) -> None:
