@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tdnn._core import TensorDictBase
@@ -45,6 +46,10 @@ def name_of(module: object) -> str:
         >>> name_of(nn.Linear(2, 2)), name_of(torch.relu)
         ('Linear', 'relu')
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"scripted {module.original_name}"
+    if isinstance(module, torch.jit.ScriptFunction):
+        return f"scripted {module.name}"
     if isinstance(module, nn.Module):
         return type(module).__name__
     inner = getattr(module, "func", None)  # of a functools.partial

@@ -1,6 +1,7 @@
 """Wrap a model: every kind of module, in chains, called with trees and tensors, transformed."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -90,6 +91,75 @@ def test_a_compiled_wrapper_gives_what_the_module_gives(kind, training):
     squared(found).backward()
     squared(wanted).backward()
     torch.testing.assert_close(values(net), values(plain))
+
+
+# -- TorchScript ---------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, scale: float = 1.0):
+        return scale * self.layer(x)
+
+    @torch.jit.export
+    def both(self, x):
+        return self.layer(x), x
+
+
+def through_a_file(scripted):
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("make_copy", [lambda scripted: scripted, through_a_file])
+def test_a_scripted_module_is_wrapped_like_any_other(make_copy):
+    net, x = Scaled(), torch.randn(2, 4)
+    scripted = make_copy(torch.jit.script(net))
+    td = TensorDict({"x": x}, [2])
+    both = TensorDictModule(scripted, ["x"], ["y", ("n", "x")], method="both")
+    module = TensorDictModule(scripted, "x", "y")
+    assert torch.equal(module(td.copy())["y"], net(x))
+    assert torch.equal(module(x), net(x))
+    assert torch.equal(module(td.copy(), scale=2.0)["y"], 2 * net(x))
+    assert torch.equal(both(td.copy())["y"], net(x))
+    assert torch.equal(both(td.copy())["n", "x"], x)
+    assert module.state_dict().keys() == {"module.layer.weight", "module.layer.bias"}
+    module(x).sum().backward()
+    assert module.layer.weight.grad.any()
+    module.load_state_dict({name: torch.zeros_like(v) for name, v in module.state_dict().items()})
+    assert not module(x).any()
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.randn(2, 7))
+    assert caught.value.__notes__ == ["TensorDictModule(scripted Scaled) read 'x' float32 (2, 7)"]
+    with pytest.raises(TypeError, match=r"scripted Scaled has no 'boht' \(did you mean 'both'\?\)"):
+        TensorDictModule(scripted, "x", "y", method="boht")
+    with pytest.raises(ValueError, match=r"^TensorDictModule\(scripted Scaled\) returned"):
+        TensorDictModule(scripted, "x", ["y", "z"])(td)
+    assert module.double().eval()(x.double()).dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_scripted_functions_are_wrapped_and_wrappers_are_traced():
+    module = TensorDictModule(torch.jit.trace(plus_one, torch.ones(2)), "x", "y")
+    x = torch.randn(2)
+    assert torch.equal(module(x), x + 1)
+    assert repr(module) == (
+        "TensorDictModule(module=scripted plus_one, in_keys=['x'], out_keys=['y'])"
+    )
+    net, x = nn.Linear(4, 3), torch.randn(2, 4)
+    traced = torch.jit.trace(TensorDictModule(net, "x", "y"), torch.randn(5, 4))
+    assert torch.equal(traced(x), net(x))
+    assert torch.equal(TensorDictModule(traced, "x", "y")(x), net(x))
+
+
+def plus_one(x):
+    return x + 1
 
 
 # -- a chain, eager and compiled -----------------------------------------------------------------
