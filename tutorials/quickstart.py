@@ -5,11 +5,17 @@ stage of the parameters, and carry them over a file into a network that has the 
 """
 
 import argparse
+import math
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,6 +27,8 @@ from tdnn.nn import EnsembleModule, TensorDictModule, TensorDictSequential
 PIXELS = 8
 CLASSES = 10
 TEST_SIZE = 360  # of 1,797
+SHOWN = 20  # digits in the picture
+RIGHT, WRONG = "tab:blue", "tab:red"
 
 
 def main() -> None:
@@ -28,59 +36,72 @@ def main() -> None:
     options = parse_options()
     start = time.perf_counter()
     plt.switch_backend("Agg")  # the picture goes to a file, so no screen is needed
+    torch.set_num_threads(1)  # for networks as small as these, more of them only wait
     torch.manual_seed(options.seed)
     train, test = load_data()
     ensemble = EnsembleModule(make_net("encoder"), options.members)
-    losses, accuracies = fit(ensemble, train, test, options.epochs, options.batch_size)
-    result = judge(ensemble, test)
-    weights = options.out / "ensemble.safetensors"
+    curves = fit(ensemble, train, test, options.epochs, options.batch_size)
+    result = judge(predict(ensemble, test), test)
+    weights, picture = options.out / "ensemble.safetensors", options.out / "quickstart.png"
     rename_and_reload(ensemble, test, weights)
-    picture = options.out / "quickstart.png"
-    draw(picture, losses, accuracies, test, result)
+    draw(picture, curves, test, result)
+    alone = ", ".join([f"{accuracy:.1%}" for accuracy in result["alone"]])
+    print(fill(f"Test accuracy of each member: {alone}", 100), end="\n\n")
     print(
-        f"\nTrained {options.members} networks on {len(train)} digits, all of them in each step.\n"
-        f"Test accuracy: ensemble {result['correct'].float().mean():.1%}, "
-        f"members {result['members'].min():.1%} to {result['members'].max():.1%}.\n"
-        f"Uncertainty: {result['wrong']:.2f} nats on wrong answers, {result['right']:.2f} on right "
-        "ones.\n"
-        f"Weights under their new names: {weights}; picture: {picture}\n"
-        f"Took {time.perf_counter() - start:.0f} s."
+        f"Trained {options.members} networks in one on {len(train):,} images of digits "
+        f"({time.perf_counter() - start:.0f} s in all).\n"
+        f"{in_words(result)}\n"
+        "Renamed the stage encoder to backbone: a net with that name predicts the very same.\n"
+        f"Its weights: {weights}\n"
+        f"A picture of all this: {picture}"
     )
+
+
+# -- the command line --------------------------------------------------------------------------
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line, or stop with a message that says what is wrong."""
     parser = argparse.ArgumentParser(
-        description="Train an ensemble on scikit-learn's digits, in under a minute on a laptop."
+        description="Train an ensemble on scikit-learn's digits, in seconds, on a laptop.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--members", type=_at_least(2), default=8, help="networks (default: 8)")
-    parser.add_argument("--epochs", type=_at_least(1), default=15, help="passes (default: 15)")
-    parser.add_argument("--batch-size", type=_at_least(1), default=64, help="default: 64")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    number = {"metavar": "N"}
+    parser.add_argument("--members", type=_at_least(2), default=8, help="networks", **number)
+    parser.add_argument("--epochs", type=_at_least(1), default=15, help="training passes", **number)
     parser.add_argument(
-        "--out", type=Path, default=Path("quickstart"), help="folder (default: quickstart)"
+        "--batch-size", type=_at_least(1), default=64, help="images in a step", **number
+    )
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=0, help="of all that is drawn", **number
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("quickstart"), help="folder for the files", metavar="DIR"
     )
     options = parser.parse_args()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):
+            pass
     except OSError as err:
-        parser.error(f"argument --out: cannot make the folder {options.out}: {err.strerror}")
+        parser.error(f"argument --out: cannot write to the folder {options.out}: {err.strerror}")
     return options
 
 
-def _at_least(least: int):
+def _at_least(least: int) -> Callable[[str], int]:
     """Return a reader of whole numbers from ``least`` on, for argparse."""
 
     def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-        return value
+        if not text.isdecimal() or not least <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {least} to 2147483647"
+            )
+        return int(text)
 
     return read
+
+
+# -- a network on trees, and many of them at once ----------------------------------------------
 
 
 def load_data() -> tuple[TensorDict, TensorDict]:
@@ -96,9 +117,15 @@ def load_data() -> tuple[TensorDict, TensorDict]:
 def make_net(first: str) -> TensorDictSequential:
     """Return a small convolutional network in two stages, one called ``first``, one "head"."""
     encoder = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2)
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.2),
     )
-    head = nn.Linear(8 * (PIXELS // 2) ** 2, CLASSES)
+    head = nn.Linear(16 * (PIXELS // 2) ** 2, CLASSES)
     return TensorDictSequential(
         {
             first: TensorDictModule(encoder, in_keys=["image"], out_keys=["hidden"]),
@@ -109,25 +136,29 @@ def make_net(first: str) -> TensorDictSequential:
 
 def fit(
     ensemble: EnsembleModule, train: TensorDict, test: TensorDict, epochs: int, batch_size: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Train all members at once; return their losses and test accuracies, an epoch a row."""
+) -> TensorDict:
+    """Train all members at once.
+
+    Returns:
+        Batch ``(epochs,)``: ``loss`` and ``alone`` (test accuracy), ``(epochs, members)`` each,
+        and ``together`` (test accuracy), ``(epochs,)``.
+    """
     optimizer = torch.optim.Adam(ensemble.parameters(), lr=3e-3)
-    losses, accuracies = [], []
+    rows = []
     for _ in (bar := trange(epochs, desc="training", unit="epoch")):
         ensemble.train()
-        epoch = []
-        for rows in torch.randperm(len(train)).split(batch_size):
-            batch = train[rows]
+        losses = []
+        for batch in train[torch.randperm(len(train))].split(batch_size):
             logits = ensemble(batch)["logits"]  # (members, batch, classes)
             each = torch.stack([cross_entropy(member, batch["label"]) for member in logits])
             optimizer.zero_grad()
             each.sum().backward()  # the members share nothing, so their gradients do not mix
             optimizer.step()
-            epoch.append(each.detach())
-        losses.append(torch.stack(epoch).mean(0))
-        accuracies.append(member_accuracy(predict(ensemble, test), test))
-        bar.set_postfix(loss=f"{losses[-1].mean():.3f}", test=f"{accuracies[-1].mean():.1%}")
-    return losses, accuracies
+            losses.append(each.detach())
+        row = judge(predict(ensemble, test), test).select("alone", "together")
+        rows.append(row.set("loss", torch.stack(losses).mean(0)))
+        bar.set_postfix(loss=f"{row['loss'].mean():.3f}", test=f"{row['together']:.1%}")
+    return torch.stack(rows)
 
 
 def predict(ensemble: EnsembleModule, data: TensorDict) -> Tensor:
@@ -137,38 +168,43 @@ def predict(ensemble: EnsembleModule, data: TensorDict) -> Tensor:
         return ensemble(data.select("image"))["logits"].softmax(-1)
 
 
-def member_accuracy(probabilities: Tensor, data: TensorDict) -> Tensor:
-    """Return the share of right answers of each member, ``(members,)``."""
-    return (probabilities.argmax(-1) == data["label"]).float().mean(-1)
+def judge(probabilities: Tensor, test: TensorDict) -> TensorDict:
+    """Return what the members get right, alone and together, and how sure they are.
 
-
-def judge(ensemble: EnsembleModule, test: TensorDict) -> TensorDict:
-    """Print the accuracies, and compare the uncertainty on wrong and on right answers.
-
-    The uncertainty is the entropy of the mean prediction, in nats.
+    Returns:
+        ``alone``: accuracy of each member, ``(members,)``; ``together``: accuracy of their mean
+        prediction, a scalar; of each digit, ``(N,)``, the ``guess`` of the mean, whether that is
+        ``right``, and its ``entropy`` in nats, which is the uncertainty.
     """
-    probabilities = predict(ensemble, test)
-    members = member_accuracy(probabilities, test)
     mean = probabilities.mean(0)
-    entropy = -(mean * mean.clamp_min(1e-12).log()).sum(-1)
-    correct = mean.argmax(-1) == test["label"]
-    for number, accuracy in enumerate(members):
-        print(f"member {number}: {accuracy:.1%} of {len(test)} test digits")
-    print(f"ensemble: {correct.float().mean():.1%}")
-    wrong = entropy[~correct].mean()  # nan if there is no wrong answer
-    right = entropy[correct].mean()
-    comparison = "higher" if wrong > right else "NOT higher"
-    print(f"uncertainty on wrong answers is {comparison}: {wrong:.2f} against {right:.2f} nats")
+    guess = mean.argmax(-1)
+    right = guess == test["label"]
     return TensorDict(
         {
-            "members": members,
-            "guess": mean.argmax(-1),
-            "entropy": entropy,
-            "correct": correct,
-            "wrong": wrong,
+            "alone": (probabilities.argmax(-1) == test["label"]).float().mean(-1),
+            "together": right.float().mean(),
+            "guess": guess,
             "right": right,
+            "entropy": torch.special.entr(mean).sum(-1),
         }
     )
+
+
+def in_words(result: TensorDict) -> str:
+    """Return the accuracies and uncertainties in a sentence."""
+    right, entropy = result["right"], result["entropy"]
+    together = f"{result['together']:.1%} of {len(right)} test digits"
+    if right.all():
+        return f"Together they name {together} correctly, so no answer is wrong."
+    wrong_by, right_by = entropy[~right].mean().item(), entropy[right].mean().item()
+    doubt = "More" if wrong_by > right_by else "NOT more"
+    return (
+        f"Together they name {together} correctly. {doubt} uncertain where wrong: "
+        f"{wrong_by:.2f} nats against {right_by:.2f}."
+    )
+
+
+# -- other names, over a file ------------------------------------------------------------------
 
 
 def rename_and_reload(ensemble: EnsembleModule, test: TensorDict, path: Path) -> None:
@@ -190,43 +226,71 @@ def rename_and_reload(ensemble: EnsembleModule, test: TensorDict, path: Path) ->
         moved = torch.vmap(run, (0, None))(loaded, test["image"]).softmax(-1)
     if not torch.equal(moved, predict(ensemble, test)):
         raise RuntimeError("the predictions changed on the way through the file")
-    print("renamed encoder to backbone, saved, loaded: the predictions are identical")
 
 
-def draw(
-    path: Path,
-    losses: list[Tensor],
-    accuracies: list[Tensor],
-    test: TensorDict,
-    result: TensorDict,
-) -> None:
-    """Write a picture of the training curves and of the digits the ensemble is least sure of."""
-    figure = plt.figure(figsize=(10, 6), layout="constrained")
-    curves, digits = figure.subfigures(2, 1, height_ratios=[3, 2])
-    epochs = range(1, len(losses) + 1)
-    for axis, rows, title in zip(
-        curves.subplots(1, 2),
-        (losses, accuracies),
-        ("training loss", "test accuracy"),
-        strict=True,
-    ):
-        values = torch.stack(rows)
-        axis.plot(epochs, values, color="tab:blue", alpha=0.35, linewidth=1)
-        axis.plot(epochs, values.mean(1), color="tab:blue", linewidth=2.5, label="mean of members")
-        axis.set(title=title, xlabel="epoch")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    digits.suptitle("the most uncertain test digits")
-    axes = digits.subplots(2, 10).flat
-    for axis, row in zip(axes, result["entropy"].topk(20).indices, strict=True):
-        axis.imshow(test["image"][row, 0].numpy(), cmap="gray_r")
-        guess, label = int(result["guess"][row]), int(test["label"][row])
-        color = "black" if guess == label else "tab:red"
-        title = f"{guess}" if guess == label else f"{guess}, is {label}"
-        axis.set_title(title, color=color, fontsize=9)
-        axis.set_axis_off()
+# -- the picture -------------------------------------------------------------------------------
+
+
+def draw(path: Path, curves: TensorDict, test: TensorDict, result: TensorDict) -> None:
+    """Write a picture of the training, of how sure the ensemble is, and where it is least so."""
+    figure = plt.figure(figsize=(12, 7.5), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches, around all parts
+    top, bottom = figure.subfigures(2, 1, height_ratios=[5, 4], hspace=0.04)
+    losses, accuracies, doubts = top.subplots(1, 3)
+    draw_curves(losses, curves["loss"], curves["loss"].mean(1), "mean of members")
+    losses.set(title="Training loss", ylabel="cross-entropy (nats)", ylim=(0, None))
+    draw_curves(accuracies, 100 * curves["alone"], 100 * curves["together"], "ensemble")
+    accuracies.set(title="Test accuracy", ylabel="right answers (%)")
+    draw_doubts(doubts, result["entropy"], result["right"])
+    draw_digits(bottom, test, result)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_curves(axes: Axes, members: Tensor, whole: Tensor, what: str) -> None:
+    """Draw a thin line for each member, ``(epochs, members)``, and a thick one, ``(epochs,)``."""
+    epochs = range(1, len(whole) + 1)
+    marker = "o" if len(whole) == 1 else None  # one point makes no line
+    thin = axes.plot(epochs, members, color="tab:gray", alpha=0.5, linewidth=1, marker=marker)
+    [thick] = axes.plot(epochs, whole, color=RIGHT, linewidth=2.5, marker=marker)
+    axes.legend([thin[0], thick], ["each member", what])
+    axes.set_xlabel("epoch")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.grid(alpha=0.3)
+
+
+def draw_doubts(axes: Axes, entropy: Tensor, right: Tensor) -> None:
+    """Draw how often the ensemble is how unsure, for its right and its wrong answers."""
+    bins = torch.linspace(0, math.log(CLASSES), 16).numpy()
+    for which, name, color in ((right, "right", RIGHT), (~right, "wrong", WRONG)):
+        values = entropy[which].numpy()
+        share = [100 / len(values)] * len(values) if len(values) else None
+        label = f"{len(values)} {name} answers"
+        axes.hist(values, bins, weights=share, color=color, alpha=0.6, label=label)
+    axes.set(
+        title="Uncertainty of the ensemble",
+        xlabel=f"entropy (nats; at most {math.log(CLASSES):.2f})",
+        ylabel="share of these answers (%)",
+    )
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def draw_digits(figure: SubFigure, test: TensorDict, result: TensorDict) -> None:
+    """Draw the digits that the ensemble is least sure of, with its answers."""
+    figure.suptitle(
+        f"The {SHOWN} most uncertain of {len(test)} test digits, with the ensemble's answer (red "
+        "if wrong) and its entropy in nats"
+    )
+    for axes, row in zip(
+        figure.subplots(2, SHOWN // 2).flat, result["entropy"].topk(SHOWN).indices, strict=True
+    ):
+        guess, label = int(result["guess"][row]), int(test["label"][row])
+        answer = f"{guess}" if guess == label else f"{guess}, is {label}"
+        color = "black" if guess == label else WRONG
+        axes.imshow(test["image"][row, 0].numpy(), cmap="gray_r")
+        axes.set_title(f"{answer}\n{result['entropy'][row]:.2f}", color=color, fontsize=10)
+        axes.set_axis_off()
 
 
 if __name__ == "__main__":
