@@ -8,6 +8,7 @@ import torch
 from tdnn._core import IsLeaf, TensorDictBase
 from tdnn._declared import as_device, as_size
 from tdnn._keys import Path, as_key
+from tdnn._ties import Write, write
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Apply"]
@@ -236,20 +237,19 @@ class _Run:
     def write(self, node: TensorDictBase, others: tuple[Any, ...]) -> None:
         """Copy the results into the leaves of ``node``, once all of them are known and fit."""
         node._refuse_lost_writes()
-        pairs: list[tuple[Any, Any]] = []
-        self._gather(node, others, (), pairs)
-        for leaf, value in pairs:
-            leaf.copy_(value)
+        writes: list[Write] = []
+        self._gather(node, others, (), writes)
+        write(writes)
 
     def _gather(
-        self, node: TensorDictBase, others: tuple[Any, ...], above: Path, pairs: list[Any]
+        self, node: TensorDictBase, others: tuple[Any, ...], above: Path, writes: list[Write]
     ) -> None:
         for key, value in node._data.items():
             path = (*above, key)
             rest = self.paired(path, others)
             if self.enters(value):
-                self._gather(value, tuple(rest), path, pairs)
+                self._gather(value, tuple(rest), path, writes)
                 continue
             given = self.call(path, value, rest)
             if given is not None and given is not value:
-                pairs += node._copies(as_key(path), value, given)
+                writes += node._copies(as_key(path), value, given)

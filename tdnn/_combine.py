@@ -10,6 +10,7 @@ from torch import Tensor
 from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, leaves_of, operand
 from tdnn._core import Names, TensorDictBase
 from tdnn._keys import as_key, listing
+from tdnn._ties import settled
 
 __all__ = ["combine", "combine_", "operate", "operate_"]
 
@@ -87,7 +88,9 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
         tree._writable()
     targets = set(leaves)
     if len(targets) < len(leaves):
-        columns = _settled(tree, columns)
+        paths = tree._leaves()
+        lists = [column for column in columns[1:] if isinstance(column, list)]
+        columns = _picked(columns, settled(leaves, lists, lambda at: as_key(paths[at][0])))
     _check_dtypes(tree, fn, columns, kwargs)
     for at, column in enumerate(columns):
         if at and isinstance(column, list) and not targets.isdisjoint(column):
@@ -289,24 +292,3 @@ def _check_dtypes(
 def _small(x: Tensor) -> Tensor:
     """Return a tensor of the same kind with nothing in it, or a one if it has no dims."""
     return x.new_empty(0) if x.ndim else x.new_ones(())
-
-
-def _settled(tree: TensorDictBase, columns: list[Column]) -> list[Column]:
-    """Return one row for each tensor; the operands that a tie meets must agree."""
-    first: dict[Tensor, int] = {}
-    pairs = []
-    for at, leaf in enumerate(columns[0]):
-        before = first.setdefault(leaf, at)
-        if not all(_same(c[before], c[at]) for c in columns[1:] if isinstance(c, list)):
-            pairs.append((before, at))
-    if pairs:
-        keys = [as_key(path) for path, _ in tree._leaves()]
-        raise ValueError(
-            "these are one tensor each, but the other tree has two different values for it: "
-            + ", ".join(f"{keys[one]!r} and {keys[two]!r}" for one, two in pairs)
-        )
-    return _picked(columns, list(first.values()))
-
-
-def _same(one: Tensor, two: Tensor) -> bool:
-    return one is two or (one.shape == two.shape and torch.equal(one, two))

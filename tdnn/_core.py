@@ -4,7 +4,7 @@ What a user writes is checked once, in :meth:`TensorDictBase._admit`; everything
 boundary trusts the dicts and loops over them. ``_entry`` and ``_home`` walk to an entry.
 """
 
-from collections.abc import ItemsView, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeAlias, Union, cast
 
 import torch
@@ -14,6 +14,7 @@ from tdnn._declared import Declared, Device, as_device, as_size, negative
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn._lock import locked
 from tdnn._node import IsLeaf, Names, Scope
+from tdnn._ties import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["TREES", "Entry", "IsLeaf", "Names", "Scope", "TensorDictBase", "entries_of", "locked"]
@@ -395,28 +396,23 @@ class TensorDictBase(Declared):
 
         Raises:
             MissingKeyError: the key is not there.
-            ValueError: the shapes differ; a number or 0-d tensor fills the leaf.
+            ValueError: the shapes differ (a number or 0-d tensor fills the leaf), or a tensor
+                under two names would get two values.
 
         Example:
             >>> td = TensorDict({"a": torch.zeros(3)}, [3], lock=True)
             >>> td.set_("a", torch.ones(3))["a"]
             tensor([1., 1., 1.])
         """
-        for leaf, value in self._copies(key, self._target(as_path(key)), item):
-            leaf.copy_(value, non_blocking=non_blocking)
+        write(self._copies(key, self._target(as_path(key)), item), non_blocking)
         return self
 
-    def _copies(self, key: NestedKey, target: Any, item: Any) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs to ``copy_`` for an in-place write, after checking all of them."""
-        if isinstance(target, TensorDictBase):
+    def _copies(self, key: NestedKey, target: Any, item: Any) -> list[Write]:
+        """Return what an in-place write copies where, after checking that all of it fits."""
+        if type(target) is not Tensor and isinstance(target, TensorDictBase):
             if not isinstance(item, TREES):
                 raise TypeError(f"{key!r} is a branch; write a tree or a mapping into it")
-            pairs = []
-            above = as_path(key)
-            for name, value in entries_of(item):
-                path = as_path(name)
-                pairs += self._copies((*above, *path), target._target(path), value)
-            return pairs
+            return target._all_copies(entries_of(item), as_path(key))
         value = item if isinstance(item, Tensor) else self._convert(item, key)
         if not isinstance(value, Tensor):
             raise TypeError(f"{key!r} is a leaf; write a tensor or a number into it")
@@ -428,7 +424,18 @@ class TensorDictBase(Declared):
         why = _obstacle(target)
         if why is not None:
             raise RuntimeError(f"key {key!r}: cannot write into {why}")
-        return [(target, value)]
+        return [(target, value, key)]
+
+    def _all_copies(self, entries: Iterable[tuple[Any, Any]], above: Path = ()) -> list[Write]:
+        """Return what :meth:`_copies` does, for many entries; ``above`` leads to this node."""
+        self._refuse_lost_write()
+        data = self._data
+        writes = []
+        for key, item in entries:
+            known = type(key) is str and key in data
+            target = data[key] if known else self._target(as_path(key))
+            writes += self._copies((*above, *as_path(key)) if above else key, target, item)
+        return writes
 
     def _writable(self) -> list[Tensor]:
         """Return the leaves, to be written in place, or raise an error that lists the unfit."""

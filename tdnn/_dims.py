@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tdnn._core import Names, TensorDictBase
+from tdnn._ties import write
 
 __all__ = [
     "Part",
@@ -249,6 +250,5 @@ def deliver(result: Tree, out: Any) -> Tree:
         raise RuntimeError(
             f"out has batch size {tuple(given._batch_size)}, the result {tuple(result._batch_size)}"
         )
-    for leaf, value in given._copies("out", given, result):
-        leaf.copy_(value)
+    write(given._copies("out", given, result))
     return given

@@ -30,6 +30,7 @@ from tdnn._dims import (
     with_rows,
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn._ties import settled
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Indexing", "where"]
@@ -125,6 +126,7 @@ class Indexing(TensorDictBase):
         Raises:
             MissingKeyError: keys of the value are missing or not in the tree; all are listed.
             RuntimeError: shapes do not broadcast; all keys are listed.
+            ValueError: a tensor under two names would get two values; all keys are listed.
             IndexError: too many indices for the batch size, or one out of range.
 
         After an error nothing was written. An index may be written on a locked tree, because
@@ -176,16 +178,34 @@ class Indexing(TensorDictBase):
         above = len(source._batch_size)
         size = basic_outline(index if type(index) is tuple else (index,), self._batch_size)
         if size is not None:  # Hot (test_setitem_dim): torch itself casts what it writes to views
-            values = self._fit_all(size, leaves, values, above)
-            for leaf, value in zip(leaves, values, strict=True):
+            fitted = self._fit_all(size, leaves, values, above)
+            if len(set(leaves)) < len(leaves):
+                leaves, fitted = self._settled(leaves, values, fitted)
+            for leaf, value in zip(leaves, fitted, strict=True):
                 leaf[index] = value
             return
         parts = index_parts(index, self)
         place = tuple(parts)
+        fitted = values
         if not _is_open(parts):
             place, size, _ = outline(parts, self._batch_size, None)
-            values = self._fit_all(size, leaves, values, above)
-        _put(leaves, place, values)
+            fitted = self._fit_all(size, leaves, values, above)
+        if len(set(leaves)) < len(leaves):
+            leaves, fitted = self._settled(leaves, values, fitted)
+        _put(leaves, place, fitted)
+
+    def _settled(
+        self, leaves: list[Tensor], values: list[Tensor], fitted: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return each tensor among the leaves once, and what to write to it.
+
+        ``fitted`` are the values as they are written; two of them may stand for one value.
+        """
+        seen: dict[tuple[Tensor, Tensor], Tensor] = {}
+        rows = zip(leaves, values, fitted, strict=True)
+        fitted = [seen.setdefault((leaf, value), fit) for leaf, value, fit in rows]
+        first = settled(leaves, [fitted], lambda at: as_key(self._leaves()[at][0]))
+        return [leaves[at] for at in first], [fitted[at] for at in first]
 
     def _fit_all(
         self, size: torch.Size, leaves: Sequence[Tensor], values: list[Tensor], above: int

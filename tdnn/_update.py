@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tdnn._core import TREES, Entry, IsLeaf, TensorDictBase, entries_of, locked
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn._ties import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Updates"]
@@ -44,7 +45,7 @@ class Updates(TensorDictBase):
 
         Raises:
             LockedError: the tree is locked and an entry would be added or replaced.
-            ValueError: a shape does not fit.
+            ValueError: a shape does not fit, or a tensor under two names would get two values.
 
         Example:
             >>> td = TensorDict({"a": {"x": 1}})
@@ -83,7 +84,7 @@ class Updates(TensorDictBase):
 
         Raises:
             MissingKeyError: a key is not there.
-            ValueError: a shape is another.
+            ValueError: a shape is another, or a tensor under two names would get two values.
 
         Example:
             >>> td = TensorDict({"a": torch.zeros(2)}, [2], lock=True)
@@ -91,12 +92,10 @@ class Updates(TensorDictBase):
             tensor([1., 1.])
         """
         source = {} if input_dict_or_td is None else input_dict_or_td
-        pairs = []
-        for entries in (_chosen(source, keys_to_update), kwargs.items()):
-            for key, value in entries:
-                pairs += self._copies(key, self._target(as_path(key)), value)
-        for leaf, value in pairs:
-            leaf.copy_(value, non_blocking=non_blocking)
+        writes = self._all_copies(_chosen(source, keys_to_update))
+        if kwargs:
+            writes += self._all_copies(kwargs.items())
+        write(writes, non_blocking)
         return self
 
 
@@ -146,7 +145,7 @@ class _Update:
         self._non_blocking = non_blocking
         self._is_leaf = is_leaf
         self._puts: dict[Path, tuple[TensorDictBase, str, Entry]] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[Write] = []
 
     def add(self, node: TensorDictBase, entries: Any, above: Path) -> None:
         """Plan the writes of ``(key, value)`` pairs below ``node``."""
@@ -201,10 +200,9 @@ class _Update:
         self._puts[place] = (home, way[0], home._wrapped(way, value))
 
     def commit(self) -> None:
+        write(self._copies, self._non_blocking)
         for home, key, value in self._puts.values():
             home._put(key, value)
-        for leaf, value in self._copies:
-            leaf.copy_(value, non_blocking=self._non_blocking)
 
 
 def _chosen(

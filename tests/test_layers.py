@@ -16,7 +16,7 @@ PACKAGE = Path(tdnn.__file__).parent
 LAYERS = [
     "errors _keys",
     "_node",
-    "_lock",
+    "_lock _ties",
     "_declared",
     "_core",
     "_columns _dims _plan _pytree",
