@@ -158,6 +158,7 @@ class _Lens(Scope):
     def enter(self, node: TensorDictBase) -> None:
         self._came_from = self.pairs()
         before = {path: value for path, _, value in self._came_from}
+        self._original._refuse_lost_writes()
         shown = self.shown(node)
         if len(shown) != len(before) or not all(
             [path in before and _alike(before[path], value) for path, value in shown]

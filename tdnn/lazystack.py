@@ -41,6 +41,9 @@ class LazyStackedTensorDict(TensorDict):
     tensordicts: tuple[TensorDictBase, ...]
 
     def __init__(self, *tensordicts: TensorDictBase, stack_dim: int = 0) -> None:
+        for tree in tensordicts:
+            if not isinstance(tree, TensorDictBase):
+                raise TypeError(f"a lazy stack is made of trees, not of {type(tree).__name__}")
         sizes = {tree._batch_size for tree in tensordicts}
         if len(sizes) != 1:
             raise ValueError(f"a stack needs trees of one batch size, not of {sorted(sizes)}")
@@ -69,6 +72,27 @@ class LazyStackedTensorDict(TensorDict):
         if len(shapes) > 1:
             raise ValueError(f"cannot stack {key!r}: the members have shapes {listing(shapes)}")
         return torch.stack(entries)
+
+    @classmethod
+    def load(cls, *args: Any, **kwargs: Any) -> TensorDict:  # type: ignore[override]  # no members
+        """Return :meth:`TensorDict.load`: a file keeps what the stack showed, not its members.
+
+        Example:
+            >>> lazy = LazyStackedTensorDict(*[TensorDict({"x": torch.zeros(3)})] * 2)
+            >>> type(lazy.save("stack.safetensors").load("stack.safetensors")).__name__
+            'TensorDict'
+        """
+        return TensorDict.load(*args, **kwargs)
+
+    @classmethod
+    def from_dict(cls, *args: Any, **kwargs: Any) -> TensorDict:  # type: ignore[override]  # no members
+        """Return :meth:`TensorDict.from_dict`, since a dict has no members.
+
+        Example:
+            >>> type(LazyStackedTensorDict.from_dict({"x": torch.zeros(2)})).__name__
+            'TensorDict'
+        """
+        return TensorDict.from_dict(*args, **kwargs)
 
     def _refuse_lost_write(self) -> None:
         raise LockedError(

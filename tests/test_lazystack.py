@@ -94,6 +94,37 @@ def test_it_cannot_be_written():
     assert lazy.is_locked
 
 
+@pytest.mark.parametrize("open_lens", [TensorDict.flatten_keys, TensorDict.unflatten_keys])
+def test_a_lens_on_one_is_refused_because_what_it_writes_would_be_lost(open_lens):
+    lazy = LazyStackedTensorDict(*rows())
+    for tree in (lazy, lazy["b"], TensorDict({"in": {"a": lazy}})):
+        view = open_lens(tree, ".")
+        with pytest.raises(LockedError, match="a lazy stack has no memory of its own"), view:
+            pass
+
+
+def test_a_file_gives_back_the_stack_and_not_its_members(tmp_path):
+    lazy = LazyStackedTensorDict(*rows())
+    found = type(lazy.save(tmp_path / "stack")).load(tmp_path / "stack", verify=True)
+    assert type(found) is TensorDict
+    assert found.batch_size == (3, 2)
+    assert (found == torch.stack(rows())).all()
+
+
+def test_a_dict_becomes_a_plain_tree():
+    found = LazyStackedTensorDict.from_dict({"a": torch.zeros(3, 2)}, batch_size=[3])
+    assert type(found) is TensorDict
+    assert found.batch_size == (3,)
+    lazy = LazyStackedTensorDict(*rows())
+    assert lazy.from_dict(lazy.to_dict(), batch_size=[3])["b", "c"].shape == (3, 2, 4)
+
+
+@pytest.mark.parametrize("member", [{"a": torch.zeros(2)}, torch.zeros(2), None])
+def test_a_stack_is_made_of_trees(member):
+    with pytest.raises(TypeError, match=r"stack is made of trees, not of (dict|Tensor|NoneType)"):
+        LazyStackedTensorDict(*rows(), member)
+
+
 IN_PLACE = [
     name
     for name in dir(TensorDict)
