@@ -8,14 +8,14 @@ from threading import get_ident
 from torch import nn
 from torch.compiler import is_compiling
 
-from tdnn._plan import title
+from tdnn._plan import module_title
 from tdnn.errors import SwapError
 
 __all__ = ["Claim", "is_latest", "release", "take"]
 
 _CLAIMS: list["weakref.ref[Claim]"] = []  # oldest first
 _LOCK = threading.Lock()
-_taken = 0  # how many there were
+_taken = 0  # claims so far, which numbers them
 
 
 class Claim(ABC):
@@ -26,13 +26,21 @@ class Claim(ABC):
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.is_open = False  # whether a block runs on it
-        self.is_over = False  # whether it ended with a block around it
+        self.is_over = False  # whether another block that was around it ended it
         self.thread = 0
         self.number = 0
 
     @abstractmethod
-    def is_on(self) -> bool:
-        """Return whether the module still holds what the swap brought in."""
+    def shows(self) -> bool:
+        """Return whether the module still holds anything that the swap brought in."""
+
+    @abstractmethod
+    def can_begin(self) -> bool:
+        """Return whether a block can begin with what is in the module.
+
+        That is so unless another swap took its place; what was assigned to a slot right after
+        the swap is in the block too.
+        """
 
 
 def take(claim: Claim) -> None:
@@ -48,13 +56,15 @@ def take(claim: Claim) -> None:
     with _LOCK:
         _taken += 1
         claim.number = _taken
-        name = _rival(claim) if _CLAIMS else None
+        if _CLAIMS:
+            _CLAIMS[:] = [ref for ref in _CLAIMS if ref() is not None]
+        name = _rival(claim)
         if name is None:
             _CLAIMS.append(weakref.ref(claim))
     if name is not None:
         raise SwapError(
-            f"{title(claim.root)} is in a swap of thread {name!r}; wait until that block ends and "
-            "the swap is let go, or give each thread its own copy"
+            f"{module_title(claim.root)} is in a swap of thread {name!r}; wait until that block "
+            "ends and the swap is let go, or give each thread its own copy"
         )
 
 
@@ -65,13 +75,12 @@ def is_latest(claim: Claim) -> bool:
 
 def _rival(claim: Claim) -> str | None:
     """Return the name of another thread that is in a swap of the module."""
-    _CLAIMS[:] = [ref for ref in _CLAIMS if ref() is not None]
     for ref in _CLAIMS:
         other = ref()
         if other is None or other.thread == claim.thread:
             continue
         name = _thread_name(other.thread)
-        if name is not None and other.is_on() and _meet(claim.root, other.root):
+        if name is not None and other.shows() and _meet(claim.root, other.root):
             return name
     return None
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from tdnn import _claims
 from tdnn._core import Scope, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_key, listing
-from tdnn._plan import Plan, forget_plan, nodes_of, plan_for, refuse, title
+from tdnn._plan import Plan, forget_plan, module_title, nodes_of, plan_for, refuse
 from tdnn._turn import GONE, Turn, hand_over
 from tdnn.errors import SwapError
 
@@ -33,7 +33,7 @@ class Exchange(Scope):
         super().__init__()
         self._tree = tree
         self._root = module
-        self._stack: list[Any] = []  # a claim for each `put` that was not left yet
+        self._stack: list[Any] = []  # a Claim for each `put` that was not left yet
         self._found: Any = None  # what the module held before the first of them
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Exchange(Scope):
     def enter(self, node: TensorDictBase) -> None:
         """Begin a block: the first one with what ``put`` brought in, later ones anew."""
         stack = self._stack
-        if stack and not stack[-1].is_open and not stack[-1].is_there():
+        if stack and not stack[-1].is_open and not stack[-1].can_begin():
             stack.pop()
         if not stack or stack[-1].is_open:
             self.put()
@@ -76,7 +76,7 @@ class SlotExchange(Exchange):
         try:
             _claims.take(turn)
             turn.read()
-            self._bring_in(turn, new)
+            turn.new = self._bring_in(turn, new)
         except BaseException as error:
             _claims.release(turn)
             if turn.old is not None:
@@ -87,10 +87,9 @@ class SlotExchange(Exchange):
                 self.put()
                 return
             raise
-        turn.new = new
         self._stack.append(turn)
         if self._found is None:
-            self._found = plan, turn.old
+            self._found = plan, turn.values or turn.old
 
     def _read(self) -> tuple[Plan, list[Any]]:
         """Return the plan and the leaves, which are those of the last time in a locked tree."""
@@ -128,15 +127,17 @@ class SlotExchange(Exchange):
                 continue
             if one.shape != two.shape or not torch.equal(one, two):
                 raise SwapError(
-                    f"{self._key(plan, i)!r} is one slot of {title(self._root)} with two names, "
-                    "and the tree has two values for it"
+                    f"{self._key(plan, i)!r} is one slot of {module_title(self._root)} with two "
+                    "names, and the tree has two values for it"
                 )
 
     def _key(self, plan: Plan, i: int) -> NestedKey:
         return as_key(plan.paths(self._tree, self._root)[i])
 
-    def _bring_in(self, turn: Turn, new: list[Any]) -> None:
+    def _bring_in(self, turn: Turn, new: list[Any]) -> list[Any]:
+        """Bring the values in; return what the slots hold now."""
         turn.write(new)
+        return new
 
     def keep_parameters(self) -> None:
         """Wrap plain tensors in ``nn.Parameter`` where a parameter was; a block unwraps them.

@@ -125,6 +125,8 @@ class _Lens(Scope):
 
     __slots__ = ("_came_from", "_is_leaf", "_original", "_separator", "_target")
 
+    _keeps_empty = False  # a view that does not show empty branches must not remove them
+
     def __init__(
         self,
         original: TensorDictBase,
@@ -141,7 +143,7 @@ class _Lens(Scope):
 
     @abstractmethod
     def pairs(self) -> list[tuple[Path, Path, Any]]:
-        """Return ``(path in the view, path in the tree, value)`` for what the view shows."""
+        """Return ``(shown, home, value)`` for what the view shows: the path there, and its own."""
 
     @abstractmethod
     def back(self, path: Path) -> Path:
@@ -156,9 +158,9 @@ class _Lens(Scope):
         return []
 
     def enter(self, node: TensorDictBase) -> None:
-        self._came_from = self.pairs()
-        before = {path: value for path, _, value in self._came_from}
         self._original._refuse_lost_writes()
+        self._came_from = self.pairs()
+        before = {shown: value for shown, _, value in self._came_from}
         shown = self.shown(node)
         if len(shown) != len(before) or not all(
             [path in before and _alike(before[path], value) for path, value in shown]
@@ -195,34 +197,39 @@ class _Lens(Scope):
         now, then = self.pairs(), self._came_from
         if len(now) != len(then) or not all(
             [
-                at == path and one is two
-                for (_, at, one), (_, path, two) in zip(now, then, strict=True)
+                here == there and one is two
+                for (_, here, one), (_, there, two) in zip(now, then, strict=True)
             ]
         ):
             raise RuntimeError(
                 "the tree was changed while a view of it was open, and neither can be kept "
                 "without losing the other; change the view instead"
             )
-        home = {path: at for path, at, _ in then}
-        shown = self.shown(view)
-        moves = [(path, home.get(path) or self.back(path), value) for path, value in shown]
-        plan = _as_plan(moves)
-        for path, at, value in self.hidden(view):
-            _add_hidden(plan, path, at, value)
+        homes = {shown: home for shown, home, _ in then}
+        plan = _as_branch_plan(
+            [
+                (shown, homes.get(shown) or self.back(shown), value)
+                for shown, value in self.shown(view)
+            ]
+        )
+        for _, home, value in self.hidden(view):
+            _add_hidden(plan, home, value)
         self.describe(plan, view)
-        _WriteBack(target, plan, isinstance(self, _FlatLens)).commit()
+        _WriteBack(target, plan, self._keeps_empty).commit()
 
-    def describe(self, plan: "_Plan", view: TensorDictBase) -> None:
+    def describe(self, plan: "_BranchPlan", view: TensorDictBase) -> None:
         """Note the branches of the view whose batch size new branches of the tree take over."""
 
 
 class _FlatLens(_Lens):
     __slots__ = ()
 
+    _keeps_empty = True
+
     def pairs(self) -> list[tuple[Path, Path, Any]]:
         join = self._separator.join
         leaves = self._original._leaves(is_leaf=self._is_leaf)
-        return [((join(path),), path, value) for path, value in leaves]
+        return [((join(home),), home, value) for home, value in leaves]
 
     def back(self, path: Path) -> Path:
         parts = path[0].split(self._separator) if self._separator else [path[0]]
@@ -231,7 +238,7 @@ class _FlatLens(_Lens):
     def shown(self, view: TensorDictBase) -> list[tuple[Path, Any]]:
         return _all_entries(view, (), self._is_leaf)
 
-    def describe(self, plan: "_Plan", view: TensorDictBase) -> None:
+    def describe(self, plan: "_BranchPlan", view: TensorDictBase) -> None:
         for key, value in view._data.items():
             if isinstance(value, TensorDictBase):
                 _describe(plan, self.back((key,)), value)
@@ -250,19 +257,19 @@ class _NestedLens(_Lens):
         """Return what the view shows, and the empty branches in whose place others stand."""
         split = self._separator
         found = [
-            ((*path[0].split(split), *path[1:]), path, value)
-            for path, value in _all_entries(self._original, (), None)
+            ((*home[0].split(split), *home[1:]), home, value)
+            for home, value in _all_entries(self._original, (), None)
         ]
-        branches = {at[:end] for at, _, value in found for end in range(1, len(at))}
-        shown, hidden = [], []
-        for at, path, value in found:
-            if isinstance(value, TensorDictBase) and at in branches:
-                hidden.append((at, path, value))
+        branches = {shown[:end] for shown, _, _ in found for end in range(1, len(shown))}
+        pairs, hidden = [], []
+        for shown, home, value in found:
+            if isinstance(value, TensorDictBase) and shown in branches:
+                hidden.append((shown, home, value))
             else:
-                shown.append((at, path, value))
+                pairs.append((shown, home, value))
                 if isinstance(value, TensorDictBase):
-                    branches.add(at)
-        return shown, hidden
+                    branches.add(shown)
+        return pairs, hidden
 
     def back(self, path: Path) -> Path:
         return (self._separator.join(path),)
@@ -271,7 +278,7 @@ class _NestedLens(_Lens):
         return _all_entries(view, (), None)
 
 
-class _Plan(dict[str, Any]):
+class _BranchPlan(dict[str, Any]):
     """What a branch shall hold: leaves, and further plans for branches."""
 
     __slots__ = ("like",)
@@ -372,64 +379,63 @@ def _all_entries(
 
 def _collision(pairs: list[tuple[Path, Path, Any]]) -> KeyConflictError:
     """Return the error that names the leaves which would share a name."""
-    by_name: dict[Path, list[Path]] = {}
-    for name, path, _ in pairs:
-        by_name.setdefault(name, []).append(path)
+    homes: dict[Path, list[Path]] = {}
+    for shown, home, _ in pairs:
+        homes.setdefault(shown, []).append(home)
     clashes = [
-        f"{' and '.join(repr(as_key(path)) for path in paths)} would both be {as_key(name)!r}"
-        for name, paths in by_name.items()
+        f"{' and '.join(repr(as_key(path)) for path in paths)} would both be {as_key(shown)!r}"
+        for shown, paths in homes.items()
         if len(paths) > 1
     ]
     return KeyConflictError("; ".join(clashes))
 
 
-def _as_plan(moves: list[tuple[Path, Path, Any]]) -> _Plan:
-    """Return nested plans for ``(view path, tree path, value)``; refuse what cannot stand together.
+def _as_branch_plan(moves: list[tuple[Path, Path, Any]]) -> _BranchPlan:
+    """Return nested plans for ``(shown, home, value)``; refuse what cannot stand together.
 
     Raises:
         KeyConflictError: two entries for one place, or a place that would be a leaf and a branch.
     """
-    plan = _Plan()
-    origin: dict[Path, Path] = {}
-    for shown, path, value in moves:
-        at = plan
-        for depth, step in enumerate(path[:-1]):
-            below = at.setdefault(step, _Plan())
-            if not isinstance(below, _Plan):
-                other = origin[path[: depth + 1]]
+    plan = _BranchPlan()
+    origin: dict[Path, Path] = {}  # where each home is shown
+    for shown, home, value in moves:
+        below = plan
+        for depth, step in enumerate(home[:-1]):
+            below = below.setdefault(step, _BranchPlan())
+            if not isinstance(below, _BranchPlan):
+                other = origin[home[: depth + 1]]
                 raise KeyConflictError(
                     f"{as_key(shown)!r} needs a branch where {as_key(other)!r} is an entry"
                 )
-            at = below
-        if path[-1] in at:
-            if isinstance(at[path[-1]], _Plan):
-                other = next(at for to, at in origin.items() if to[: len(path)] == path)
+        if home[-1] in below:
+            if isinstance(below[home[-1]], _BranchPlan):
+                other = next(at for to, at in origin.items() if to[: len(home)] == home)
                 raise KeyConflictError(
                     f"{as_key(other)!r} needs a branch where {as_key(shown)!r} is an entry"
                 )
-            raise _collision([(path, origin[path], None), (path, shown, None)])
-        at[path[-1]] = value
-        origin[path] = shown
+            raise _collision([(home, origin[home], None), (home, shown, None)])
+        below[home[-1]] = value
+        origin[home] = shown
     return plan
 
 
-def _add_hidden(plan: _Plan, shown: Path, path: Path, value: Any) -> None:
+def _add_hidden(plan: _BranchPlan, home: Path, value: Any) -> None:
     """Add an empty branch of the tree to the plan, unless something stands there or below."""
-    at: Any = plan
-    for step in path[:-1]:
-        at = at.setdefault(step, _Plan())
-        if not isinstance(at, _Plan):
+    below: Any = plan
+    for step in home[:-1]:
+        below = below.setdefault(step, _BranchPlan())
+        if not isinstance(below, _BranchPlan):
             return
-    at.setdefault(path[-1], value)
+    below.setdefault(home[-1], value)
 
 
 def _describe(plan: Any, path: Path, branch: TensorDictBase) -> None:
     """Let the plans at ``path`` and below take after ``branch`` and the branches below it."""
     for step in path:
-        if not isinstance(plan, _Plan) or step not in plan:
+        if not isinstance(plan, _BranchPlan) or step not in plan:
             return
         plan = plan[step]
-    if isinstance(plan, _Plan):
+    if isinstance(plan, _BranchPlan):
         plan.like = branch
         for key, value in branch._data.items():
             if isinstance(value, TensorDictBase):
@@ -438,17 +444,17 @@ def _describe(plan: Any, path: Path, branch: TensorDictBase) -> None:
 
 def _nest(node: TensorDictBase, pairs: list[tuple[Path, Path, Any]]) -> Any:
     """Return a new tree with each value at its path in the view."""
-    return _grown(node, _as_plan([(at, path, value) for path, at, value in pairs]))
+    return _grown(node, _as_branch_plan([(home, shown, value) for shown, home, value in pairs]))
 
 
-def _grown(node: TensorDictBase, plan: _Plan) -> TensorDictBase:
+def _grown(node: TensorDictBase, plan: _BranchPlan) -> TensorDictBase:
     """Return a new node like ``node`` that holds ``plan``, with new branches where it has plans.
 
     A branch that stands in ``node`` already lends its batch size to the one that takes its place.
     """
     grown = node._like({}, node._batch_size, node._names)
     for key, value in plan.items():
-        if isinstance(value, _Plan):
+        if isinstance(value, _BranchPlan):
             below = node._data.get(key)
             grown._data[key] = _grown(below if isinstance(below, TensorDictBase) else grown, value)
         elif isinstance(value, TensorDictBase):
@@ -467,7 +473,7 @@ class _WriteBack:
 
     __slots__ = ("_keep_empty", "_places", "_settled")
 
-    def __init__(self, target: TensorDictBase, plan: _Plan, keep_empty: bool) -> None:
+    def __init__(self, target: TensorDictBase, plan: _BranchPlan, keep_empty: bool) -> None:
         self._keep_empty = keep_empty
         self._settled: list[tuple[TensorDictBase, dict[str, Any]]] = []
         self._places: dict[int, int] = {}
@@ -481,7 +487,7 @@ class _WriteBack:
         for node, data in changed:
             node._refill(data)
 
-    def _branch(self, node: TensorDictBase, plan: _Plan, path: Path) -> TensorDictBase:
+    def _branch(self, node: TensorDictBase, plan: _BranchPlan, path: Path) -> TensorDictBase:
         """Plan what ``node`` shall hold, and return it or the one that takes its place."""
         return self._settle(node, self._wanted(node, plan, path))
 
@@ -503,7 +509,7 @@ class _WriteBack:
         at = self._places.get(id(node))
         return None if at is None else self._settled[at][1]
 
-    def _wanted(self, node: TensorDictBase, plan: _Plan, above: Path) -> dict[str, Any]:
+    def _wanted(self, node: TensorDictBase, plan: _BranchPlan, above: Path) -> dict[str, Any]:
         """Return what ``node`` shall hold by the plan."""
         data: dict[str, Any] = {}
         mine = node._data
@@ -513,7 +519,7 @@ class _WriteBack:
                 data[key] = self._entry(node, plan[key], value, path)
             elif self._keep_empty and isinstance(value, TensorDictBase):
                 # A flat view does not show empty branches, so they are not the user's to remove.
-                left = self._wanted(value, _Plan(), path)
+                left = self._wanted(value, _BranchPlan(), path)
                 if left or not value._data:
                     data[key] = self._settle(value, left)
         for key, value in plan.items():
@@ -523,7 +529,7 @@ class _WriteBack:
 
     def _entry(self, node: TensorDictBase, value: Any, before: Any, path: Path) -> Any:
         """Return the entry of ``node`` for one value of a plan."""
-        if isinstance(value, _Plan):
+        if isinstance(value, _BranchPlan):
             if isinstance(before, TensorDictBase):
                 return self._branch(before, value, path)
             return self._made(node, value, path)
@@ -534,7 +540,7 @@ class _WriteBack:
             return self._settle(before, {})
         return node._admit(value, as_key(path))
 
-    def _made(self, node: TensorDictBase, plan: _Plan, path: Path) -> TensorDictBase:
+    def _made(self, node: TensorDictBase, plan: _BranchPlan, path: Path) -> TensorDictBase:
         """Return a new branch for a plan, below ``node``."""
         size, names = node._batch_size, node._names
         if plan.like is not None and plan.like._batch_size[: len(size)] == size:

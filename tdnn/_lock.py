@@ -75,6 +75,7 @@ class Lockable(Node):
             for branch in self._branches():
                 branch._hold(me)
         else:
+            # A new list, never +=: a kept swap knows by it whether the tree stayed locked.
             self._lock = self._lock + mine
 
     def _refuse_held(self) -> None:

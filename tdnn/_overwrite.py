@@ -14,7 +14,7 @@ from tdnn._claims import Claim
 from tdnn._core import TensorDictBase
 from tdnn._exchange import Exchange, SlotExchange, copied_into, nested
 from tdnn._keys import hint
-from tdnn._plan import Plan, Slots, title
+from tdnn._plan import Plan, Slots, module_title
 from tdnn._turn import GONE, Turn
 from tdnn.errors import MissingKeyError
 
@@ -30,13 +30,6 @@ class CopyExchange(SlotExchange):
         super().__init__(tree, module)
         self._non_blocking = non_blocking
 
-    def put(self) -> None:
-        super().put()
-        turn = self._stack[-1]
-        turn.new = list(turn.old)  # the slots keep their objects
-        if self._found[1] is turn.old:
-            self._found = turn.plan, turn.values
-
     def _check(self, plan: Plan, new: list[Any]) -> None:
         targets = list(map(dict.get, plan.targets, plan.keys))
         faults = []
@@ -47,10 +40,10 @@ class CopyExchange(SlotExchange):
                 shapes = f"shape {tuple(leaf.shape)} for a slot of shape {tuple(target.shape)}"
                 faults.append(f"{self._key(plan, i)!r} has {shapes}")
         if faults:
-            raise ValueError(f"cannot copy into {title(self._root)}: {'; '.join(faults)}")
+            raise ValueError(f"cannot copy into {module_title(self._root)}: {'; '.join(faults)}")
         self._refuse_two_values(plan, list(map(id, targets)), new)
 
-    def _bring_in(self, turn: Turn, new: list[Any]) -> None:
+    def _bring_in(self, turn: Turn, new: list[Any]) -> list[Any]:
         old: Any = turn.old
         turn.values = [target.detach().clone() for target in old]
         try:
@@ -58,15 +51,13 @@ class CopyExchange(SlotExchange):
         except BaseException:
             self._copy(old, turn.values)
             raise
+        return list(old)  # the slots keep their objects
 
     def _copy(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 if target is not value:
                     target.copy_(value, non_blocking=self._non_blocking)
-
-    def keep_parameters(self) -> None:
-        """Nothing: the module's own parameters stay."""
 
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: the values as they were; buffers that the forward changed go to the tree."""
@@ -104,10 +95,10 @@ class _StateTurn(Claim):
             if not is_lazy(tensor)
         ]
 
-    def is_on(self) -> bool:
+    def shows(self) -> bool:
         return True  # the values are copies, so nothing shows
 
-    def is_there(self) -> bool:
+    def can_begin(self) -> bool:
         return not self.is_over
 
     def restore(self) -> None:
@@ -139,7 +130,9 @@ class StateExchange(Exchange):
             report = module.load_state_dict(state, strict=False)
             if report.unexpected_keys:
                 unknown = [f"unknown {n!r}{hint(n, turn.before)}" for n in report.unexpected_keys]
-                raise MissingKeyError(f"cannot load into {title(module)}: {'; '.join(unknown)}")
+                raise MissingKeyError(
+                    f"cannot load into {module_title(module)}: {'; '.join(unknown)}"
+                )
         except BaseException:
             _claims.release(turn)
             turn.restore()

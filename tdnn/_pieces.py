@@ -204,10 +204,10 @@ def _explain(nodes: Sequence[TensorDictBase], action: str) -> None:
     first = tables[0]
     faults = []
     for at, table in enumerate(tables):
-        lacks = listing([as_key(path) for path in first if path not in table])
-        adds = listing([as_key(path) for path in table if path not in first])
-        if lacks != adds:  # both are empty when they are equal
-            faults.append(f"tree {at} lacks {lacks} and adds {adds}")
+        lacks = [as_key(path) for path in first if path not in table]
+        adds = [as_key(path) for path in table if path not in first]
+        if lacks or adds:
+            faults.append(f"tree {at} lacks {listing(lacks)} and adds {listing(adds)}")
     if faults:
         raise MissingKeyError(
             f"cannot {action}, the keys differ from those of tree 0: {'; '.join(faults)}"
@@ -220,7 +220,8 @@ def _explain(nodes: Sequence[TensorDictBase], action: str) -> None:
         if any(branches) and not all(branches):
             kinds.append(as_key(path))
         elif len(set(column)) > 1:
-            shapes.append(f"{as_key(path)!r}: {listing([str(tuple(s)) for s in column if s])}")
+            found = [str(tuple(shape)) for shape in column if shape is not None]
+            shapes.append(f"{as_key(path)!r}: {listing(found)}")
     if kinds:
         raise MissingKeyError(
             f"cannot {action}: {listing(kinds)} is a branch in some trees and a leaf in others"

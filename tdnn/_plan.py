@@ -23,10 +23,10 @@ __all__ = [
     "Slots",
     "batched",
     "forget_plan",
+    "module_title",
     "nodes_of",
     "plan_for",
     "refuse",
-    "title",
 ]
 
 Slots: TypeAlias = dict[str, Any]
@@ -113,7 +113,9 @@ class Plan:
                     if type(branch) is plain and child is not None and not branch._batch_size:
                         visits.append((branch._data, child))
                     elif child is not None and isinstance(branch, TensorDictBase):
-                        visits += _doubtful(branch, child, key)
+                        if branch._batch_size and not isinstance(child, TensorDictBase):
+                            raise batched(tree, root)
+                        visits += [(below, child) for below in branch._dicts() if below]
                         kinds.add(type(branch))
                     else:
                         refuse(tree, root)
@@ -174,18 +176,11 @@ class Plan:
             above = at.get(id(home), at.get(id(slots)))
             if above is None:
                 raise SwapError(
-                    f"{title(root)} and the tree have both changed since the swap, so that "
+                    f"{module_title(root)} and the tree have both changed since the swap, so that "
                     "what the module held has no names any more"
                 )
             found.append((*above, key))
         return found
-
-
-def _doubtful(branch: TensorDictBase, child: nn.Module, key: str) -> list[tuple[Slots, nn.Module]]:
-    """Return the dicts of a branch that is not plain, with its module."""
-    if branch._batch_size and not isinstance(child, TensorDictBase):
-        raise batched(branch, key)
-    return [(below, child) for below in branch._dicts() if below]
 
 
 # -- a plan that is used again -----------------------------------------------------------------
@@ -286,14 +281,29 @@ def nodes_of(tree: TensorDictBase, above: Path) -> list[tuple[Path, TensorDictBa
     return found
 
 
-def batched(tree: TensorDictBase, key: str | None = None) -> SwapError:
-    """Return the error for a tree, or the branch of it at ``key``, that has batch dims."""
-    what = "the tree" if key is None else f"the branch {key!r}"
-    index = "params[0].to_module(net)" if key is None else f"params[{key!r}][0]"
+def batched(tree: TensorDictBase, root: nn.Module) -> SwapError:
+    """Return the error for a tree that has batch dims, or a branch that has."""
+    path = _path_to_batch(tree, root) or ()
+    what = f"the branch {as_key(path)!r}" if path else "the tree"
+    index = f"params[{as_key(path)!r}][0]" if path else "params[0].to_module(net)"
+    size = tuple(cast(TensorDictBase, tree._entry(path))._batch_size)
     return SwapError(
-        f"{what} has batch size {tuple(tree._batch_size)}, but a module takes one set of "
-        f"weights: index it ({index}) or map over it with torch.vmap"
+        f"{what} has batch size {size}, but a module takes one set of weights: index it "
+        f"({index}) or map over it with torch.vmap"
     )
+
+
+def _path_to_batch(tree: TensorDictBase, module: nn.Module) -> Path | None:
+    """Return the path to the first branch with batch dims that belongs to a module."""
+    if tree._batch_size and not isinstance(module, TensorDictBase):
+        return ()
+    for key, value in tree._data.items():
+        child = module._modules.get(key)
+        if child is not None and isinstance(value, TensorDictBase):
+            path = _path_to_batch(value, child)
+            if path is not None:
+                return (key, *path)
+    return None
 
 
 def _refuse_scripts(classes: set[type]) -> None:
@@ -311,7 +321,7 @@ def refuse(tree: TensorDictBase, root: nn.Module) -> NoReturn:
     faults = _faults(tree, root, ())
     if any([key.partition(".")[0] in root._modules for key in tree._data if "." in key]):
         faults.insert(0, "its names are nested keys, use unflatten_keys('.')")
-    raise MissingKeyError(f"cannot swap into {title(root)}: {'; '.join(faults)}")
+    raise MissingKeyError(f"cannot swap into {module_title(root)}: {'; '.join(faults)}")
 
 
 def _faults(tree: TensorDictBase, module: nn.Module, above: Path) -> list[str]:
@@ -334,7 +344,7 @@ def _faults(tree: TensorDictBase, module: nn.Module, above: Path) -> list[str]:
     return faults
 
 
-def title(module: nn.Module) -> str:
+def module_title(module: nn.Module) -> str:
     """Return the name of a module's class, with what it maps if it says so: ``Linear(4→2)``."""
     sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
     mapping = f"({sizes[0]}→{sizes[1]})" if all(isinstance(n, int) for n in sizes) else ""

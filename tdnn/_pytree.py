@@ -231,8 +231,9 @@ def _moved_all(layout: Layout, leaves: Iterator[Any], moves: list[Move]) -> Tens
 
 def _node(layout: Layout, data: dict[str, Any], size: torch.Size, names: Names) -> TensorDictBase:
     node: TensorDictBase = object.__new__(layout.kind)
-    node._device = layout.device
-    return node._like(data, size, names)
+    node._data, node._batch_size, node._names = data, size, names
+    node._device, node._lock, node._scope = layout.device, None, None
+    return node
 
 
 def _moves(pairs: Pairs) -> list[Move]:

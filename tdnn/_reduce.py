@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tdnn._columns import leaves_of
 from tdnn._core import TensorDictBase
+from tdnn._dims import batch_dim
 
 __all__ = ["Reduce"]
 
@@ -207,16 +208,10 @@ class Reduce(TensorDictBase):
 
     def _batch_axes(self, dim: int | tuple[int, ...]) -> tuple[int, ...]:
         """Return ``dim`` as a tuple of non-negative batch dims."""
-        depth = len(self._batch_size)
         if isinstance(dim, str):
             raise ValueError(f"dim is a batch dim, several, 'feature', or None, not {dim!r}")
         dims = (dim,) if isinstance(dim, int) else tuple(dim)
-        wrong = [at for at in dims if not -depth <= at < depth]
-        if wrong:
-            raise IndexError(
-                f"dim {wrong[0]} is not a batch dim: the batch size is {tuple(self._batch_size)}"
-            )
-        axes = tuple([at % depth for at in dims])
+        axes = tuple([batch_dim(at, self._batch_size) for at in dims])
         if len(set(axes)) < len(axes):
             raise ValueError(f"{dims} names a batch dim twice")
         return axes

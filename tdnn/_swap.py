@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from tdnn._core import TensorDictBase
 from tdnn._exchange import Exchange, SlotExchange
@@ -84,7 +85,8 @@ class Swaps(TensorDictBase):
             kept.
 
         Raises:
-            ValueError: no modules, shapes differ, or ``lazy_stack`` with ``as_module``.
+            ValueError: no modules; shapes differ or parameters are not initialised (all are
+                listed); or ``lazy_stack`` with ``as_module``.
             MissingKeyError: the modules have different names.
 
         Example:
@@ -101,7 +103,8 @@ class Swaps(TensorDictBase):
                 raise ValueError("a lazy stack reads the modules' own parameters; drop as_module")
             made = cls._lazy_kind(*trees, stack_dim=0)
         else:
-            made = _stacked(trees, expand_identical, (), {})
+            _refuse_unfit(trees)
+            made = _stacked(trees, expand_identical, {})
             if as_module:
                 made = cls._params_kind(made, no_convert=True)
         return made.lock_() if lock else made
@@ -163,7 +166,7 @@ class Swaps(TensorDictBase):
         """
         _require_module(module)
         if self._batch_size and not isinstance(module, TensorDictBase):
-            raise batched(self)
+            raise batched(self, module)
         exchange: Exchange
         if use_state_dict:
             if inplace is not None:
@@ -218,34 +221,43 @@ def _nested_state(module: nn.Module) -> dict[NestedKey, Any]:
     return {as_key(tuple(name.split("."))): value for name, value in state.items()}
 
 
-def _stacked(
-    trees: list[Any], expand_identical: bool, above: Path, memo: dict[Any, Tensor]
-) -> TensorDictBase:
+def _refuse_unfit(trees: list[Any]) -> None:
+    """Raise if the trees of modules cannot be stacked, with all the leaves that are the cause."""
+    first = trees[0]
+    columns: dict[Path, list[Tensor]] = {path: [leaf] for path, leaf in first._leaves()}
+    for other in trees[1:]:
+        leaves = dict(other._leaves())
+        if leaves.keys() != columns.keys():
+            raise first._unpaired(other)
+        for path, leaf in leaves.items():
+            columns[path].append(leaf)
+    faults = []
+    for path, column in columns.items():
+        if any([is_lazy(leaf) for leaf in column]):
+            faults.append(f"{as_key(path)!r} is not initialised (run the nets once)")
+        elif len({leaf.shape for leaf in column}) > 1:
+            faults.append(f"{as_key(path)!r} has the shapes {[tuple(x.shape) for x in column]}")
+    if faults:
+        raise ValueError(f"cannot stack the modules: {'; '.join(faults)}")
+
+
+def _stacked(trees: list[Any], expand_identical: bool, memo: dict[Any, Tensor]) -> TensorDictBase:
     first = trees[0]
     stacked: TensorDictBase = first._like({}, torch.Size((len(trees),)))
-    for other in trees[1:]:
-        if other._data.keys() != first._data.keys():
-            raise first._unpaired(other)
     for key, value in first._data.items():
-        path = (*above, key)
-        leaves = tuple([tree._data[key] for tree in trees])
+        column = tuple([tree._data[key] for tree in trees])
         if isinstance(value, TensorDictBase):
-            stacked._data[key] = _stacked(list(leaves), expand_identical, path, memo)
+            stacked._data[key] = _stacked(list(column), expand_identical, memo)
         else:
-            if leaves not in memo:
-                memo[leaves] = _stack_leaf(leaves, expand_identical, path)
-            stacked._data[key] = memo[leaves]
+            if column not in memo:
+                memo[column] = _stack_leaf(column, expand_identical)
+            stacked._data[key] = memo[column]
     return stacked
 
 
-def _stack_leaf(leaves: tuple[Tensor, ...], expand_identical: bool, path: Path) -> Tensor:
+def _stack_leaf(leaves: tuple[Tensor, ...], expand_identical: bool) -> Tensor:
     first = leaves[0]
-    if any(nn.parameter.is_lazy(leaf) for leaf in leaves):
-        raise ValueError(f"cannot stack {as_key(path)!r}: it is not initialised; run the nets once")
-    if any(leaf.shape != first.shape for leaf in leaves):
-        shapes = [tuple(leaf.shape) for leaf in leaves]
-        raise ValueError(f"cannot stack {as_key(path)!r}: the modules have shapes {shapes}")
-    if expand_identical and all(leaf is first for leaf in leaves):
+    if expand_identical and all([leaf is first for leaf in leaves]):
         return first.expand(len(leaves), *first.shape)
     stack = torch.stack([leaf.detach() for leaf in leaves])
     if isinstance(first, Parameter):

@@ -69,18 +69,14 @@ class Turn(Claim):
             pass  # a slot was deleted
         return [slots.get(k, GONE) for slots, k in zip(plan.targets, plan.keys, strict=True)]
 
-    def is_on(self) -> bool:
+    def shows(self) -> bool:
         if self.is_open or self.old is None:
             return True
         plan = self.plan
         now = map(dict.get, plan.targets, plan.keys)
         return any(map(is_, now, self.kept or self.new))
 
-    def is_there(self) -> bool:
-        """Return whether a block can begin with what is in the slots: no other swap took its place.
-
-        What was assigned to a slot right after the swap is in the block too.
-        """
+    def can_begin(self) -> bool:
         if self.is_over or _claims.is_latest(self):
             return not self.is_over
         plan = self.plan
@@ -93,7 +89,7 @@ class Turn(Claim):
         """Write values into the slots."""
         plan = self.plan
         if plan.has_listeners:
-            _tell(self, values)
+            _write_through(self, values)
         else:
             # Hot (test_to_module_speed): as all loops over slots, in C.
             deque(map(setitem, plan.targets, plan.keys, values), maxlen=0)
@@ -147,14 +143,17 @@ def hand_over(turn: Turn, later: list[Claim], now: list[Any]) -> tuple[list[Any]
         for n, slot in enumerate(other.plan.slot_ids()):
             i = mine.pop(slot, None)
             if i is not None:
-                write[i], left[i], theirs[n] = now[i], theirs[n], write[i]
+                found = write[i]
+                write[i] = now[i]  # the later block runs on it
+                left[i] = theirs[n]  # what this block left when the later one began
+                theirs[n] = found  # what the later one gives back
     return write, left
 
 
 # -- rare kinds of modules -----------------------------------------------------------------------
 
 
-def _tell(turn: Turn, values: Sequence[Any]) -> None:
+def _write_through(turn: Turn, values: Sequence[Any]) -> None:
     """Write the slots, through its own ``__setattr__`` where a module has one."""
     owners = {
         id(slots): module

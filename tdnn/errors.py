@@ -27,7 +27,7 @@ class LockedError(RuntimeError):
 
 
 class SwapError(RuntimeError):
-    """A module cannot take the tree now: another thread holds it, or a batch dim is left over."""
+    """A swap cannot begin, or what its block assigned cannot be kept."""
 
 
 class FileFormatError(ValueError):

@@ -121,6 +121,12 @@ def test_a_leftover_batch_dim_of_a_branch_is_refused():
     with pytest.raises(SwapError, match=r"'0' has batch size \(2,\), but a module takes one set"):
         TensorDict({"0": stacked}).to_module(net)
     assert same(before, exact(net))
+    deep = nn.Sequential(nn.Sequential(net))
+    params = TensorDict({"0": {"0": {"0": stacked}}})
+    with pytest.raises(
+        SwapError, match=r"branch \('0', '0', '0'\) has .*params\[\('0', '0', '0'\)\]\[0"
+    ):
+        params.to_module(deep)
 
 
 def test_a_module_that_is_a_tree_takes_leaves_with_its_batch_dims():

@@ -145,7 +145,7 @@ def test_norm_is_the_2_norm_of_each_leaf():
 @pytest.mark.parametrize("dim", [2, -3, (0, 2)])
 def test_a_dim_that_is_not_a_batch_dim_is_refused(dim):
     tree = make()
-    with pytest.raises(IndexError, match=r"is not a batch dim: the batch size is \(2, 3\)"):
+    with pytest.raises(IndexError, match=r"is out of range for batch size \(2, 3\)"):
         tree.sum(dim)
     if isinstance(dim, int):
         with pytest.raises(IndexError, match=f"dim {dim} is not a batch dim"):

@@ -499,6 +499,8 @@ def test_stack_lists_every_leaf_whose_shape_differs(td):
         TensorDict.stack([td, other])
     with pytest.raises(RuntimeError, match="cannot cat, the shapes do not fit: 'a': "):
         TensorDict.cat([td, other], 1)
+    with pytest.raises(RuntimeError, match=r"'a': \['\(\)', '\(2,\)'\]"):
+        TensorDict.stack([TensorDict({"a": 1}), TensorDict({"a": torch.zeros(2)})])
 
 
 # -- out -------------------------------------------------------------------------------------

@@ -123,7 +123,9 @@ def test_what_cannot_be_stacked_is_refused():
     with pytest.raises(ValueError, match="from_modules needs at least one module"):
         TensorDict.from_modules()
     with pytest.raises(
-        ValueError, match=r"cannot stack 'weight': the modules have shapes \[\(2, 2\), "
+        ValueError,
+        match=r"cannot stack the modules: 'weight' has the shapes \[\(2, 2\), \(3, 2\)\]; "
+        r"'bias' has the shapes \[\(2,\), \(3,\)\]",
     ):
         TensorDict.from_modules(nn.Linear(2, 2), nn.Linear(3, 2))
     with pytest.raises(
@@ -136,7 +138,11 @@ def test_what_cannot_be_stacked_is_refused():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_modules_that_are_not_initialised_cannot_be_stacked():
-    with pytest.raises(ValueError, match=r"cannot stack \('0', 'weight'\): it is not initialised"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot stack the modules: \('0', 'weight'\) is not initialised \(run the nets "
+        r"once\); \('0', 'bias'\) is not",
+    ):
         TensorDict.from_modules(*[nn.Sequential(nn.LazyLinear(2)) for _ in range(2)])
 
 

@@ -80,7 +80,7 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
     def _data(self) -> dict[str, Any]:  # type: ignore[override]  # joined when it is read
         return {**self._parameters, **self._buffers, **self._modules}
 
-    def _dicts(self) -> tuple[dict[str, Any], ...]:
+    def _dicts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         # Hot (test_to_module_speed[True]): typing.cast is a call.
         return self._parameters, self._buffers, self._modules
 
@@ -91,17 +91,17 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         return self._set(key, item, inplace, non_blocking)
 
     def _put(self, key: str, value: Entry) -> None:
-        store: dict[str, Any]
+        parameters, buffers, branches = self._dicts()
         if isinstance(value, TensorDictBase):
-            store, value = cast(Any, self._modules), self._as_branch(value)
+            store, value = branches, self._as_branch(value)
         elif isinstance(value, Parameter):
-            store = cast(Any, self._parameters)
+            store = parameters
         elif isinstance(value, Buffer) or self.no_convert or not _is_trainable(value):
-            store = cast(Any, self._buffers)
-        elif key in self._buffers:  # a new value of a buffer is a buffer
-            store, value = cast(Any, self._buffers), Buffer(value)
+            store = buffers
+        elif key in buffers:  # a new value of a buffer is a buffer
+            store, value = buffers, Buffer(value)
         else:
-            store, value = cast(Any, self._parameters), Parameter(value)
+            store, value = parameters, Parameter(value)
         for other in self._dicts():
             if other is not store:
                 other.pop(key, None)
