@@ -148,7 +148,7 @@ def test_a_dim_that_is_not_a_batch_dim_is_refused(dim):
     with pytest.raises(IndexError, match=r"is out of range for batch size \(2, 3\)"):
         tree.sum(dim)
     if isinstance(dim, int):
-        with pytest.raises(IndexError, match=f"dim {dim} is not a batch dim"):
+        with pytest.raises(IndexError, match=f"dim {dim} is out of range"):
             tree.all(dim)
 
 
