@@ -10,7 +10,7 @@ from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._lock import Lockable, locked
 from tdnn._node import Names
 
-__all__ = ["Declared", "Device", "as_device", "as_size", "negative"]
+__all__ = ["Declared", "Device", "as_device", "as_size", "common_start", "negative"]
 
 Device: TypeAlias = torch.device | str | int
 
@@ -223,6 +223,15 @@ def _of_one(size: Any) -> torch.Size:
         return torch.Size((operator.index(size),))
     except TypeError:
         raise TypeError(f"a batch size is an int or a sequence of ints, not {size!r}") from None
+
+
+def common_start(shapes: Sequence[Sequence[int]]) -> torch.Size:
+    """Return the longest beginning that all the shapes have; no dims, if there are none."""
+    common = torch.Size(shapes[0]) if shapes else torch.Size(())
+    for shape in shapes:
+        while common != tuple(shape[: len(common)]):
+            common = common[:-1]
+    return common
 
 
 def as_device(device: Device) -> torch.device:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tdnn._core import Names, TensorDictBase
+from tdnn._declared import common_start
 from tdnn._dims import Tree, batch_dim, deliver
 from tdnn._keys import NestedKey, Path, as_key, listing
 from tdnn.errors import MissingKeyError
@@ -185,11 +186,7 @@ def _once(
 
 def _beyond(column: list[TensorDictBase], depth: int) -> tuple[Sequence[int], tuple[Any, ...]]:
     """Return the batch dims after ``depth`` that all branches have, and their names."""
-    further = column[0]._batch_size[depth:]
-    for branch in column:
-        own = branch._batch_size[depth:]
-        while further != own[: len(further)]:
-            further = further[:-1]
+    further = common_start([branch._batch_size[depth:] for branch in column])
     names = column[0]._names
     end = depth + len(further)
     return further, (None,) * len(further) if names is None else names[depth:end]

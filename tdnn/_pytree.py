@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from tdnn._core import Names, TensorDictBase
+from tdnn._declared import common_start
 from tdnn._keys import as_key
 
 __all__ = ["register"]
@@ -296,12 +297,11 @@ def _shared(size: torch.Size, names: Names, pairs: Pairs) -> tuple[torch.Size, N
     before, first = size, pairs[0][1]
     if all([len(old) == len(new) for old, new in pairs]):
         size = torch.Size(first[: len(size)])
-    depth = len(size)
-    while any([new[:depth] != tuple(size[:depth]) for _, new in pairs]):
-        depth -= 1
+    size = common_start([size, *[new for _, new in pairs]])
     if names is not None:
-        names = tuple([names[i] if size[i] == before[i] else None for i in range(depth)])
-    return size[:depth], names if names and any(names) else None
+        kept = zip(names, size, before, strict=False)  # the size may be shorter now
+        names = tuple([name if now == then else None for name, now, then in kept])
+    return size, names if names and any(names) else None
 
 
 # -- torch.export writes layouts to disk -----------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tdnn._core import TensorDictBase
+from tdnn._declared import common_start
 from tdnn._keys import NestedKey, as_path, hint, listing, unravel_key_list
 from tdnn.nn._faults import Told, lost_outputs, title
 from tdnn.tensordict import TensorDict
@@ -279,9 +280,5 @@ class _Form:
 
 
 def _shared(values: Any) -> torch.Size:
-    """Return the longest beginning that all the shapes share."""
-    shapes = [tuple(getattr(value, "shape", ())) for value in values]
-    depth = min([len(shape) for shape in shapes], default=0)
-    while any(shape[:depth] != shapes[0][:depth] for shape in shapes):
-        depth -= 1
-    return torch.Size(shapes[0][:depth]) if shapes else torch.Size(())
+    """Return the longest beginning that the shapes of all the values share."""
+    return common_start([getattr(value, "shape", ()) for value in values])
