@@ -11,7 +11,13 @@ from chains import ONE, TWO, fork, keys, plus_one, tree
 from torch import nn
 
 from tdnn import TensorDict
-from tdnn.nn import TensorDictModule, TensorDictModuleBase, WrapModule, dispatch
+from tdnn.nn import (
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+    WrapModule,
+    dispatch,
+)
 
 
 class Doubling(TensorDictModuleBase):
@@ -273,6 +279,28 @@ def test_selected_keys_are_the_only_ones_written():
     assert module.reset_out_keys() is module
     assert (module.out_keys, module.out_keys_source) == (["y", "z"], ["y", "z"])
     assert len(module(ONE)) == 2
+
+
+def test_selected_outputs_come_in_the_order_of_the_selection():
+    for module in (
+        TensorDictModule(fork, ["x"], ["y", "z"]),
+        TensorDictSequential(TensorDictModule(fork, ["x"], ["y", "z"])),
+        WithBoth(),
+    ):
+        for order in (["z", "y"], ["y", "z"]):
+            module.select_out_keys(*order)
+            assert module.out_keys == order
+            named = dict(zip(order, module(ONE), strict=True))
+            assert torch.equal(named["y"], ONE + 1)
+            assert torch.equal(named["z"], ONE + 2)
+
+
+class WithBoth(TensorDictModuleBase):
+    in_keys, out_keys = ["x"], ["y", "z"]
+
+    @dispatch
+    def forward(self, tensordict):
+        return tensordict.update({"y": tensordict["x"] + 1, "z": tensordict["x"] + 2})
 
 
 def test_new_out_keys_end_a_selection():

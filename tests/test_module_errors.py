@@ -30,6 +30,10 @@ from tdnn.nn import TensorDictModule
         ({"out_keys": {"y": "z"}}, "out_keys is a key or a list of keys, not {'y': 'z'}"),
         ({"module": 3}, "TensorDictModule wraps a callable, not 3"),
         (
+            {"module": nn.Linear},
+            r"wraps a module, not the class Linear; write Linear\(\.\.\.\)",
+        ),
+        (
             {"module": nn.Linear(1, 1), "method": "forwad"},
             r"Linear has no 'forwad' \(did you mean 'f",
         ),
@@ -84,6 +88,42 @@ def test_a_tuple_that_was_meant_as_a_list_is_explained():
     match = r"missing is \('x', 'y'\) \(one nested key; for several write \['x', 'y'\]\)"
     with pytest.raises(KeyError, match=match):
         TensorDictModule(torch.add, ("x", "y"), ["z"])(tree(x=ONE, y=ONE))
+
+
+def test_a_dict_that_was_meant_the_other_way_round_is_explained():
+    match = (
+        r"missing is 'a', \('n', 'b'\).*; a dict of in_keys goes from arguments to keys, unless "
+        "out_to_in_map=False$"
+    )
+    turned = {"x": "a", "y": ("n", "b")}
+    with pytest.raises(KeyError, match=match):
+        TensorDictModule(torch.add, turned, ["z"])(tree(x=ONE, y=ONE))
+    with pytest.raises(KeyError) as info:
+        TensorDictModule(torch.add, turned, ["z"])(tree(x=ONE))
+    assert "out_to_in_map" not in str(info.value)
+
+
+def test_none_is_an_input_only_if_that_was_asked_for():
+    module = TensorDictModule(lambda x, mask: x if mask is None else mask, ["x", "mask"], ["y"])
+    match = r"None for 'mask', which a tree cannot hold \(strict=False lets an input be None\)$"
+    for call in (lambda: module(ONE, None), lambda: module(x=ONE, mask=None)):
+        with pytest.raises(TypeError, match=match):
+            call()
+
+
+def test_none_is_no_output_but_may_be_dropped():
+    def forget(x):
+        return x, None
+
+    for module in (TensorDictModule(forget, "x", ["y", "z"]), TensorDictModule(print, "x", "z")):
+        td = tree()
+        with pytest.raises(TypeError, match="key 'z': a tree holds tensors") as info:
+            module(td)
+        assert notes(info).endswith("'z' None to TensorDict (2,); the key '_' drops an output")
+        assert keys(td) == ["x"]
+    with pytest.raises(ValueError, match="batch size") as info:
+        TensorDictModule(lambda x: (x[:1], None), "x", ["y", "_"])(tree())
+    assert notes(info).endswith("'y' float32 (1,) to TensorDict (2,)")
 
 
 def test_a_key_through_a_leaf_is_missing():
@@ -245,8 +285,11 @@ def test_an_error_inside_a_module_of_modules_tells_both():
 
 def test_a_tree_is_the_only_positional_argument():
     module = TensorDictModule(plus_one, ["x"], ["y"])
-    with pytest.raises(TypeError, match="takes the tree alone by position"):
-        module(tree(), ONE)
+    match = (
+        r"takes the tree alone by position, not float32 \(2,\), list too; inputs go into the tree"
+    )
+    with pytest.raises(TypeError, match=match):
+        module(tree(), ONE, [])
 
 
 def test_titles_name_what_is_wrapped():

@@ -1,7 +1,7 @@
 """What ``TensorDictSequential`` refuses, and where it says that a step failed."""
 
 import pytest
-from chains import ONE, Own, chain, notes, step, tree
+from chains import ONE, Own, chain, keys, notes, step, tree
 from torch import nn
 
 from tdnn.errors import MissingKeyError
@@ -17,6 +17,30 @@ def test_steps_must_be_callable():
         TensorDictSequential({"a": step("x", "y")}, {"b": step("y", "z")})
     with pytest.raises(TypeError, match=r"step 'a' is a module or a function of a tree, not 'b'"):
         TensorDictSequential({"a": "b"})
+
+
+def test_a_net_without_keys_among_the_steps_is_explained():
+    seq = TensorDictSequential(step("x", "y"), nn.Linear(2, 2))
+    with pytest.raises(TypeError) as info:
+        seq(tree())
+    assert notes(info) == (
+        "step 1 of TensorDictSequential: WrapModule(Linear) took the whole tree, TensorDict (2,); "
+        "for tensors use TensorDictModule(Linear, in_keys, out_keys)"
+    )
+
+
+def test_a_chain_cannot_hold_itself():
+    inner = chain("x>y")
+    outer = TensorDictSequential(inner, step("y", "z"))
+    for held, edit in (
+        (inner, lambda: inner.append(inner)),
+        (inner, lambda: inner.append(outer)),
+        (inner, lambda: inner.__setitem__(0, nn.Sequential(outer))),
+    ):
+        with pytest.raises(ValueError, match="TensorDictSequential cannot be a step of itself"):
+            edit()
+        assert len(held) == 1
+    assert keys(outer(tree())) == ["x", "y", "z"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +136,7 @@ def test_an_exception_in_a_step_of_another_class_tells_the_same():
             WrapModule(fail, in_keys=["x", "q"], out_keys=[]),
             "WrapModule(fail) read 'x' float32 (2,), 'q' N",
         ),
-        (WrapModule(nn.Linear(1, 1)), "WrapModule(Linear) read 'x' float32 (2,)"),
+        (WrapModule(nn.Linear(1, 1)), "WrapModule(Linear) took the whole tree"),
         (Own("x", ("x", "y")), "Own read 'x' float32 (2,)"),
     ):
         with pytest.raises((LookupError, TypeError)) as info:

@@ -19,6 +19,7 @@ from tdnn.errors import MissingKeyError
 __all__ = [
     "Told",
     "arguments_in_words",
+    "in_words",
     "inputs_in_words",
     "lacking_outputs",
     "lost_outputs",
@@ -128,20 +129,41 @@ def outputs_in_words(keys: Iterable[NestedKey], values: Iterable[Any], tree: Ten
         >>> outputs_in_words(["a", "_"], [torch.ones(2), None], TensorDict({}, [2]))
         "wrote 'a' float32 (2,) to TensorDict (2,)"
     """
-    pairs = zip(keys, values, strict=True)
-    wrote = ", ".join([f"{key!r} {in_words(value)}" for key, value in pairs if key != "_"])
-    return f"wrote {wrote} to {in_words(tree)}"
+    pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key != "_"]
+    wrote = ", ".join([f"{key!r} {in_words(value)}" for key, value in pairs])
+    advice = "; the key '_' drops an output" if any([value is None for _, value in pairs]) else ""
+    return f"wrote {wrote} to {in_words(tree)}{advice}"
 
 
 def missing_inputs(
-    who: str, wanted: Sequence[NestedKey], missing: Sequence[NestedKey], tree: TensorDictBase
+    who: str,
+    wanted: Sequence[NestedKey],
+    missing: Sequence[NestedKey],
+    tree: TensorDictBase,
+    turned: bool = False,
 ) -> MissingKeyError:
-    """Return the error for inputs that are not in the tree, with the nearest that are."""
+    """Return the error for inputs that are not in the tree, with the nearest that are.
+
+    Args:
+        who: the title of the module.
+        wanted: all that it reads.
+        missing: those that are not there.
+        tree: what it was to read them from.
+        turned: the names of its arguments are there instead.
+    """
     there = [as_key(path) for path, _ in tree._leaves()]
     near = [wish(key, tree) for key in missing]
     gone = ", ".join([f"{key!r}{hint}" for key, hint in zip(missing, near, strict=True)])
+    advice = (
+        "; a dict of in_keys goes from arguments to keys, unless out_to_in_map=False"
+        if turned
+        else ""
+    )
     return MissingKeyError(
-        Told(f"{who} reads {listing(wanted)}; missing is {gone}; the input has {listing(there)}")
+        Told(
+            f"{who} reads {listing(wanted)}; missing is {gone}; the input has "
+            f"{listing(there)}{advice}"
+        )
     )
 
 

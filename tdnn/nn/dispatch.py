@@ -218,11 +218,14 @@ class _Form:
                 given[key] = kwargs.pop(name)
             else:
                 forgotten.append(name)
-        optional = getattr(owner, "_optional_inputs", False)
-        if twice or at < end or (forgotten and not optional):
-            raise self._misfit(owner, source, twice, end - at, forgotten, kwargs)
-        if optional:
-            given = {key: value for key, value in given.items() if value is not None}
+        nothing = [key for key, value in given.items() if value is None]
+        is_strict = bool(nothing or forgotten) and not getattr(owner, "_optional_inputs", False)
+        if twice or at < end or is_strict:
+            raise self._misfit(
+                owner, source, twice, end - at, forgotten, nothing if is_strict else [], kwargs
+            )
+        for key in nothing:
+            del given[key]
         return given
 
     def _misfit(
@@ -232,6 +235,7 @@ class _Form:
         twice: list[str],
         surplus: int,
         forgotten: list[str],
+        nothing: list[NestedKey],
         kwargs: Mapping[str, Any],
     ) -> TypeError:
         """Return the error for arguments that do not fit the inputs, with all faults."""
@@ -244,6 +248,11 @@ class _Form:
             typos = [f"{name!r} is no input{right}" for name, right in near.items() if right]
             if typos:
                 faults.append(", ".join(typos))
+        if nothing:
+            which = ", ".join([repr(names[key]) for key in nothing])
+            strict = getattr(owner, "_strict", False)
+            advice = " (strict=False lets an input be None)" if strict else ""
+            faults.append(f"None for {which}, which a tree cannot hold{advice}")
         if twice:
             faults.append(f"by position and by name: {listing(twice)}")
         if surplus:

@@ -10,6 +10,7 @@ from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, as_path, hint, listing
 from tdnn.errors import MissingKeyError
 from tdnn.nn._faults import (
+    arguments_in_words,
     inputs_in_words,
     lacking_outputs,
     missing_inputs,
@@ -104,6 +105,11 @@ class TensorDictModule(TensorDictModuleBase):
         super().__init__()
         if not callable(module) and method is None:
             raise TypeError(f"{type(self).__name__} wraps a callable, not {module!r}")
+        if isinstance(module, type) and issubclass(module, nn.Module):
+            name = module.__name__
+            raise TypeError(
+                f"{type(self).__name__} wraps a module, not the class {name}; write {name}(...)"
+            )
         if method is not None and not callable(getattr(module, method, None)):
             near = hint(method, dir(module))
             raise TypeError(f"{type(self).__name__}: {name_of(module)} has no {method!r}{near}")
@@ -212,7 +218,9 @@ class TensorDictModule(TensorDictModuleBase):
         written = self._out_keys
         if self._selected is not None:
             written = tuple([key if key in self._selected else "_" for key in written])
-        self._results = tuple([key for key in written if key != "_"])
+        # In the order of out_keys, which is that of a selection.
+        results = written if self._selected is None else self._selected
+        self._results = tuple([key for key in results if key != "_"])
         is_plain = self._arguments is None and self._method is None and not self._method_kwargs
         self._form = (self._in_keys, written, is_plain, self._inplace, self._get_kwargs)
 
@@ -293,7 +301,8 @@ class TensorDictModule(TensorDictModuleBase):
         wanted = self._in_keys
         missing = [key for key in wanted if key not in tensordict]
         if self._strict:
-            raise missing_inputs(self._title(), wanted, missing, tensordict) from None
+            turned = bool(self._arguments) and all([n in tensordict for n in self._arguments or ()])
+            raise missing_inputs(self._title(), wanted, missing, tensordict, turned) from None
         return [None if key in missing else get(key) for key in wanted]
 
     def _call(
@@ -301,7 +310,10 @@ class TensorDictModule(TensorDictModuleBase):
     ) -> Any:
         """Call the module, or its method, with inputs by name and further arguments."""
         if args:
-            raise TypeError(f"{self._title()} takes the tree alone by position, not {args!r} too")
+            raise TypeError(
+                f"{self._title()} takes the tree alone by position, not "
+                f"{arguments_in_words(args, {})} too; inputs go into the tree"
+            )
         call = module if self._method is None else getattr(module, self._method)
         if self._arguments is None:
             return call(*inputs, **{**self._method_kwargs, **kwargs})

@@ -9,8 +9,10 @@ from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, hint, listing
 from tdnn.nn._faults import (
     Told,
+    in_words,
     inputs_in_words,
     lost_outputs,
+    name_of,
     outputs_in_words,
     place,
     tell,
@@ -366,6 +368,8 @@ class TensorDictSequential(TensorDictModule):
                 f"{self._title()}: no step would write {listing(lost)}, which is selected; "
                 "call reset_out_keys() or select others first"
             )
+        if any([self is part for step in steps.values() for part in step.modules()]):
+            raise ValueError(f"{self._title()} cannot be a step of itself")
         checked = dict(_container(steps, self._named)._modules)
         self._steps.clear()
         self._steps.update(checked)
@@ -506,6 +510,11 @@ def _container(steps: Steps, named: bool) -> nn.Module:
 
 
 def _reading(step: Step, tree: TensorDictBase) -> str:
+    if isinstance(step, WrapModule) and isinstance(step.func, nn.Module) and not step.says_its_keys:
+        return (
+            f"{title(step)} took the whole tree, {in_words(tree)}; for tensors use "
+            f"TensorDictModule({name_of(step.func)}, in_keys, out_keys)"
+        )
     keys = reads(step) or list[NestedKey](tree._data)
     values = [tree.get(key) if key in tree else None for key in keys]
     return f"{title(step)} {inputs_in_words(keys, values)}"
