@@ -37,7 +37,8 @@ class Views(TensorDictBase):
             sort: by their parts.
 
         Returns:
-            A view that follows the tree and supports ``in``, ``len`` and set operations.
+            What supports ``in``, ``len`` and set operations: a view that follows the tree, but,
+            with ``leaves_only`` or ``sort`` at one level, the keys as they are now.
 
         Example:
             >>> td = TensorDict({"a": 1, "b": {"c": 2}})
@@ -60,6 +61,9 @@ class Views(TensorDictBase):
     ) -> Any:
         """Return the ``(key, entry)`` pairs; the arguments are those of :meth:`keys`.
 
+        Returns:
+            A view of one level that follows the tree; with any argument, a list of what is there.
+
         Example:
             >>> td = TensorDict({"a": 1, "b": {"c": 2}})
             >>> list(td.items(True, True))
@@ -80,6 +84,9 @@ class Views(TensorDictBase):
         sort: bool = False,
     ) -> Any:
         """Return the entries; the arguments are those of :meth:`keys`.
+
+        Returns:
+            A view of one level that follows the tree; with any argument, a list of what is there.
 
         Example:
             >>> list(TensorDict({"a": 1, "b": {"c": 2}}).values(True, True))
