@@ -45,9 +45,12 @@ def _works(lib: ModuleType, size: int) -> dict[str, dict[str, Work]]:
         with params.to_module(net):
             pass
 
+    def no_call() -> None:
+        return None
+
     return {
         "flatten_keys": {OURS: partial(td.flatten_keys, "."), PLAIN: partial(joined, tree)},
-        "swap": {OURS: swap, PLAIN: bare_swap(net, state(other), int)},
+        "swap": {OURS: swap, PLAIN: bare_swap(net, state(other), no_call)},
         "clone": {OURS: td.clone, PLAIN: partial(mapped, torch.clone, tree)},
     }
 
