@@ -356,6 +356,64 @@ def test_an_error_in_a_member_leaves_the_ensemble_whole():
     assert torch.equal(ensemble(x), wanted)
 
 
+def test_keys_of_an_ensemble_are_those_of_its_module():
+    ensemble = EnsembleModule(wrapped(mlp()), COPIES)
+    x = torch.randn(5, 4, dtype=DTYPE)
+    wanted = ensemble(x)
+    ensemble.in_keys, ensemble.out_keys = ["obs"], [("n", "act")]
+    out = ensemble(TensorDict({"obs": x}, [5]))
+    assert torch.equal(out["n", "act"], wanted)
+    assert torch.equal(ensemble(obs=x), wanted)
+    assert "params_td.module.0.weight" in ensemble.state_dict()
+    assert not hasattr(EnsembleModule(mlp(), COPIES), "in_keys")
+
+
+def test_outputs_of_an_ensemble_are_selected_as_those_of_its_module():
+    def fork(x):
+        return x, 2 * x
+
+    twice = TensorDictModule(fork, ["x"], ["y", "z"])
+    later = EnsembleModule(TensorDictSequential(twice), COPIES)
+    assert later.select_out_keys("z") is later
+    before = EnsembleModule(TensorDictModule(fork, ["x"], ["y", "z"]).select_out_keys("z"), COPIES)
+    x = torch.randn(5)
+    for ensemble in (later, before):
+        assert (ensemble.out_keys, ensemble.out_keys_source) == (["z"], ["y", "z"])
+        assert set(ensemble(TensorDict({"x": x})).keys()) == {"x", "z"}
+        assert torch.equal(ensemble(x), (2 * x).expand(COPIES, 5))
+        assert ensemble.reset_out_keys() is ensemble
+        assert len(ensemble(x)) == 2
+
+
+def test_a_tree_may_come_with_more_arguments():
+    def scale(x, by=1, shift=0):
+        return by * x + shift
+
+    x, shift = torch.randn(5), torch.arange(3.0)
+    td = TensorDict({"x": x}, [5])
+    ensemble = EnsembleModule(wrapped(scale), COPIES)
+    assert torch.equal(ensemble(td, by=2)["y"], (2 * x).expand(COPIES, 5))
+    assert torch.equal(ensemble(x, by=2), (2 * x).expand(COPIES, 5))
+    parts = EnsembleModule(wrapped(scale), COPIES, expand_input=False)
+    assert torch.equal(parts(td.expand(3, 5), shift=shift)["y"], x + shift.unsqueeze(1))
+    target = TensorDict({"kept": torch.ones(COPIES)}, [COPIES])
+    assert ensemble(td, tensordict_out=target) is target
+    assert set(target.keys()) == {"kept", "y"}
+    assert torch.equal(target["y"], x.expand(COPIES, 5))
+
+
+@pytest.mark.parametrize("on_trees", [True, False])
+def test_hooks_of_an_ensemble_run(on_trees):
+    ensemble = EnsembleModule(wrapped(mlp()) if on_trees else mlp(), COPIES)
+    seen = []
+    ensemble.register_forward_pre_hook(lambda module, args: seen.append(args))
+    ensemble.register_forward_hook(lambda module, args, out: seen.append(out))
+    x = torch.randn(5, 4, dtype=DTYPE)
+    out = ensemble(x)
+    assert seen[0][0] is x
+    assert seen[1] is out
+
+
 def test_ensembles_nest():
     inner = EnsembleModule(nn.Linear(4, 2), 2)
     outer = EnsembleModule(inner, COPIES, parameter_init_function=draw)

@@ -35,8 +35,8 @@ LAYERS = [
     "lazystack nn._faults nn._flow",
     "nn.dispatch nn.params",
     "nn.base",
-    "nn.module nn.ensemble",
-    "nn.sequential",
+    "nn.module",
+    "nn.sequential nn.ensemble",
     "nn",
     "",
 ]

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from tdnn._core import TensorDictBase
-from tdnn._keys import as_key, listing
+from tdnn._keys import NestedKey, as_key, listing
 from tdnn.nn._faults import Told, arguments_in_words, place, title
 from tdnn.nn.base import TensorDictModuleBase, picture
 from tdnn.nn.dispatch import dispatch
+from tdnn.nn.module import write
 from tdnn.nn.params import TensorDictParams
 from tdnn.tensordict import TensorDict
 
@@ -98,27 +99,76 @@ class EnsembleModule(TensorDictModuleBase):
         self.vectorize = vectorize and not any([_is_not_mapped(part) for part in module.modules()])
         # In __dict__, so that it is no submodule: its parameters are not this module's.
         self.__dict__["_shell"] = _without_memory(module)
-        if TensorDictModuleBase.is_tdmodule_compatible(module):
-            self.in_keys = list(module.in_keys)  # type: ignore[arg-type]  # just seen to be there
-            self.out_keys = list(module.out_keys)  # type: ignore[arg-type]  # as above
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all members; on a tree or, if the module takes tensors, on tensors."""
+    # -- keys ----------------------------------------------------------------------------------
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """The keys that the module reads; assign a list to change them. Not of all modules."""
+        return cast(list[NestedKey], self._shell.in_keys)
+
+    @in_keys.setter
+    def in_keys(self, keys: Any) -> None:
+        self._shell.in_keys = keys
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """The keys that the module writes; assign a list to change them. Not of all modules."""
+        return cast(list[NestedKey], self._shell.out_keys)
+
+    @out_keys.setter
+    def out_keys(self, keys: Any) -> None:
+        self._shell.out_keys = keys
+
+    @property
+    def out_keys_source(self) -> list[NestedKey]:
+        """All keys that the module writes, before :meth:`select_out_keys`."""
+        return self._keyed.out_keys_source
+
+    def select_out_keys(self, *out_keys: NestedKey) -> Self:  # noqa: D102  # as in the base
+        self._keyed.select_out_keys(*out_keys)
+        return self
+
+    def reset_out_keys(self) -> Self:  # noqa: D102  # as in the base
+        self._keyed.reset_out_keys()
+        return self
+
+    @property
+    def _keyed(self) -> TensorDictModuleBase:
+        return cast(TensorDictModuleBase, self._shell)
+
+    # -- the call ------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all members, on what the module takes.
+
+        Args:
+            *args: a tree, batch ``(*B,)``, or tensors, as the module takes them; with the members
+                as first dim, ``(num_copies, *B)``, without ``expand_input``.
+            **kwargs: likewise; and ``tensordict_out``, a tree to write the outputs to, if the
+                module takes a tree.
+
+        Returns:
+            What the module returns, with the members as a new first dim. In a tree, inputs that
+            every member got are expanded.
+        """
         if TensorDictModuleBase.is_tdmodule_compatible(self):
-            return super().__call__(*args, **kwargs)
+            return self._on_tree(*args, **kwargs)
         return self._members(args, kwargs)
 
     @dispatch(auto_batch_size=False)
-    def forward(self, tensordict: TensorDictBase) -> Any:
-        """Return the tree that the module returns, with the members as a new first dim.
-
-        Args:
-            tensordict: batch ``(*B,)``, or ``(num_copies, *B)`` without ``expand_input``.
-
-        Returns:
-            Batch ``(num_copies, *B)``; inputs that every member got are expanded.
-        """
-        return self._members((tensordict,), {})
+    def _on_tree(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        **kwargs: Any,
+    ) -> TensorDictBase:
+        out: TensorDictBase = self._members((tensordict,), kwargs)
+        if tensordict_out is None:
+            return out
+        write(tensordict_out, self.out_keys, [out.get(key) for key in self.out_keys])
+        return tensordict_out
 
     def _members(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all members and put together what they return."""
