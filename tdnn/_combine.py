@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, leaves_of, operand
 from tdnn._core import Names, TensorDictBase
-from tdnn._keys import as_key, listing
+from tdnn._keys import as_key
 from tdnn._ties import settled
 
 __all__ = ["combine", "combine_", "operate", "operate_"]
@@ -82,9 +82,8 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
     if sizes is not None:
         leaves = columns[0] = leaves_of(tree)
         _check_shapes(tree, columns)
-    if torch.is_grad_enabled():
-        _check_grad(tree, leaves)
-    if not all([leaf.is_contiguous() for leaf in leaves]):
+    grads = torch.is_grad_enabled()
+    if not all([x.is_contiguous() and not (grads and x.requires_grad) for x in leaves]):
         tree._writable()
     targets = set(leaves)
     if len(targets) < len(leaves):
@@ -254,15 +253,6 @@ def _check_shapes(tree: TensorDictBase, columns: list[Column]) -> None:
             faults.append(f"{as_key(path)!r} of shape {tuple(mine)} with {given}")
     if faults:
         raise ValueError(f"cannot write in place, the shape would change: {'; '.join(faults)}")
-
-
-def _check_grad(tree: TensorDictBase, leaves: list[Tensor]) -> None:
-    if any([x.is_leaf for x in leaves if x.requires_grad]):  # a list is faster
-        wrong = [as_key(p) for p, x in tree._leaves() if x.requires_grad and x.is_leaf]
-        raise RuntimeError(
-            f"cannot write in place into {listing(wrong)}, which require grad; "
-            "do it under torch.no_grad(), or on td.data"
-        )
 
 
 def _check_dtypes(

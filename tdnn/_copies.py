@@ -12,7 +12,7 @@ __all__ = ["Copies"]
 
 
 class Copies(TensorDictBase):
-    """clone, copy, detach, data, grad, to and the dtype casts, requires_grad_, zero_."""
+    """clone, copy, to_tensordict, detach, data, grad, to, casts, requires_grad_, zero_."""
 
     __slots__ = ()
 
@@ -31,6 +31,24 @@ class Copies(TensorDictBase):
         if not recurse:
             return self._shallow_copy()
         return self._rebuild(Tensor.clone, self._batch_size, self._names)
+
+    def to_tensordict(self, *, retain_none: bool | None = None) -> Self:
+        """Return an unlocked :class:`TensorDict` of copies, whatever class of tree this is.
+
+        Args:
+            retain_none: accepted for compatibility; a tree holds no None.
+
+        Returns:
+            Copies of the tensors (differentiable, as ``Tensor.clone``), with the same batch size,
+            device and names. A tensor under two names is copied once and stays tied.
+
+        Example:
+            >>> params = TensorDictParams(TensorDict.from_module(nn.Linear(3, 4)))
+            >>> type(params.to_tensordict()).__name__
+            'TensorDict'
+        """
+        copied = self._rebuild(Tensor.clone, self._batch_size, self._names)
+        return cast(Self, _as_plain(copied, self._plain_kind))
 
     def copy(self) -> Self:
         """Return new nodes over the same tensors; the same as ``clone(False)``.
@@ -168,12 +186,6 @@ class Copies(TensorDictBase):
         moved._settle(place)
         return moved
 
-    def _settle(self, device: torch.device | None) -> None:
-        """Declare the device here and below; the leaves are there already."""
-        self._device = device
-        for branch in self._branches():
-            branch._settle(device)
-
     def cpu(self) -> Self:
         """Return the tree in CPU memory.
 
@@ -182,6 +194,20 @@ class Copies(TensorDictBase):
             device(type='cpu')
         """
         return self.to("cpu")
+
+    def pin_memory(self, num_threads: int | None = None) -> Self:
+        """Return the tree in page-locked memory, from where copies to a GPU can run behind.
+
+        Args:
+            num_threads: accepted for compatibility; the calling thread does it.
+
+        Returns:
+            A new unlocked tree; a leaf that is pinned already is not copied.
+
+        Raises:
+            RuntimeError: there is no accelerator, or a leaf is not on the CPU.
+        """
+        return self._rebuild(lambda leaf: leaf.pin_memory(), self._batch_size, self._names)
 
     def cuda(self, device: int | None = None) -> Self:
         """Return the tree on a CUDA device, by default the current one."""
@@ -231,6 +257,14 @@ class Copies(TensorDictBase):
             tensor(1, dtype=torch.int32)
         """
         return self.to(torch.int32)
+
+
+def _as_plain(node: TensorDictBase, kind: Any) -> Any:
+    """Return a tree of ``kind`` over the same leaves."""
+    made = kind({}, node._batch_size, node._device, node._names)
+    for key, value in node._data.items():
+        made._data[key] = _as_plain(value, kind) if isinstance(value, TensorDictBase) else value
+    return made
 
 
 def _data_of(leaf: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ Device: TypeAlias = torch.device | str | int
 
 
 class Declared(Lockable):
-    """batch_size, batch_dims, dim, size, numel, device, names, is_empty."""
+    """batch_size, auto_batch_size_, batch_dims, dim, size, numel, device, names, is_empty."""
 
     __slots__ = ()
 
@@ -52,6 +52,61 @@ class Declared(Lockable):
         for branch in self._branches():
             if branch._batch_size[: len(size)] != size:
                 branch._declare(size)
+
+    def auto_batch_size_(
+        self, batch_dims: int | None = None, keep_compliant_size: bool = False
+    ) -> Self:
+        """Declare all the dims that the entries share, here and in every branch.
+
+        Args:
+            batch_dims: the most dims that a node declares.
+            keep_compliant_size: branches that declare ``batch_dims`` or more keep what they have.
+
+        Returns:
+            The tree itself. A branch without leaves takes the batch size of the tree around it;
+            a tree without leaves keeps its own.
+
+        Raises:
+            LockedError: a batch size would change in a locked tree.
+            ValueError: ``batch_dims`` is negative.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(3, 4, 5), "b": {"c": torch.zeros(3, 4, 6)}})
+            >>> td.auto_batch_size_().batch_size, td["b"].batch_size
+            (torch.Size([3, 4]), torch.Size([3, 4, 6]))
+        """
+        if batch_dims is not None and batch_dims < 0:
+            raise ValueError(f"batch_dims is how many dims to declare, not {batch_dims}")
+        self._refuse_lost_write()
+        plan: list[tuple[Declared, torch.Size]] = []
+        self._plan_sizes(batch_dims, batch_dims if keep_compliant_size else None, plan, top=True)
+        if any([node._lock is not None and node._batch_size != size for node, size in plan]):
+            raise locked("change the batch size of", "the tree")
+        for node, size in plan:
+            node._declare(size)
+        return self
+
+    def _plan_sizes(
+        self,
+        most: int | None,
+        enough: int | None,
+        plan: list[tuple["Declared", torch.Size]],
+        top: bool = False,
+    ) -> torch.Size | None:
+        """Note the largest batch sizes from the bottom up; None where there is no leaf."""
+        shapes = []
+        for value in self._data.values():
+            inner = isinstance(value, Declared)
+            shape = value._plan_sizes(most, enough, plan) if inner else value.shape
+            if shape is not None:
+                shapes.append(shape)
+        if not top and enough is not None and len(self._batch_size) >= enough:
+            return self._batch_size
+        if not shapes:
+            return None
+        size = common_start(shapes)[:most]
+        plan.append((self, size))
+        return size
 
     def _adopt(self, size: torch.Size, names: Names) -> None:
         """Take a batch size here and in every branch; there is no leaf to contradict it."""
@@ -100,6 +155,12 @@ class Declared(Lockable):
     def device(self) -> torch.device | None:
         """The device that entries are moved to when they are set; None leaves them be."""
         return self._device
+
+    def _settle(self, device: torch.device | None) -> None:
+        """Declare the device here and below; the leaves are there already."""
+        self._device = device
+        for branch in self._branches():
+            branch._settle(device)
 
     @property
     def names(self) -> list[str | None]:

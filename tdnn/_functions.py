@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tdnn._columns import leaves_of
 from tdnn._core import TensorDictBase
 from tdnn._declared import as_device
 from tdnn._dims import Tree
@@ -63,27 +64,16 @@ def _like(func: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return ``func``, which makes a tensor like a tensor, for trees."""
 
     def build(input: Tree, *args: Any, device: Any = None, **kwargs: Any) -> Tree:
-        if device is None:
-            made = input._rebuild(
-                lambda leaf: func(leaf, *args, **kwargs), input._batch_size, input._names
-            )
-        else:
-            made = input._rebuild(
-                lambda leaf: func(leaf, *args, device=device, **kwargs),
-                input._batch_size,
-                input._names,
-            )
-            _move(made, as_device(device))
+        if device is not None:
+            kwargs["device"] = device
+        made = input._rebuild(
+            lambda leaf: func(leaf, *args, **kwargs), input._batch_size, input._names
+        )
+        if device is not None:
+            made._settle(as_device(device))
         return made
 
     return build
-
-
-def _move(node: TensorDictBase, device: torch.device) -> None:
-    """Declare the device of the leaves of a new tree."""
-    node._device = device
-    for branch in node._branches():
-        _move(branch, device)
 
 
 # -- comparisons -----------------------------------------------------------------------------
@@ -107,14 +97,8 @@ def _equal(input: Any, other: Any) -> bool:
 
 def _allclose(input: TensorDictBase, other: TensorDictBase, *args: Any, **kwargs: Any) -> bool:
     """Return whether all leaves are close; trees with other keys are an error, as shapes are."""
-    close: list[bool] = []
-
-    def compare(mine: Tensor, theirs: Tensor) -> Tensor:
-        close.append(torch.allclose(mine, theirs, *args, **kwargs))
-        return mine
-
-    input._zip(compare, other)
-    return all(close)
+    close = input._zip(lambda mine, theirs: torch.allclose(mine, theirs, *args, **kwargs), other)
+    return all(leaves_of(close))
 
 
 # -- methods ---------------------------------------------------------------------------------

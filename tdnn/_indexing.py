@@ -431,30 +431,18 @@ def _pair(
 
 def _unpaired(mine: TensorDictBase, theirs: TensorDictBase) -> MissingKeyError:
     """Return the error for a value whose keys differ from the tree's, with all of them."""
-    lacks: list[NestedKey] = []
-    extra: list[NestedKey] = []
-    mixed: list[NestedKey] = []
-
-    def compare(here: TensorDictBase, there: TensorDictBase, prefix: Path) -> None:
-        for key, leaf in here._data.items():
-            value = there._data.get(key)
-            if value is None:
-                lacks.append(as_key((*prefix, key)))
-            elif isinstance(leaf, TensorDictBase) is not isinstance(value, TensorDictBase):
-                mixed.append(as_key((*prefix, key)))
-            elif isinstance(leaf, TensorDictBase):
-                compare(leaf, value, (*prefix, key))
-        extra.extend(as_key((*prefix, key)) for key in there._data if key not in here._data)
-
-    compare(mine, theirs, ())
+    lacks: list[Path] = []
+    extra: list[Path] = []
+    mixed: list[Path] = []
+    mine._compare(theirs, (), lacks, extra, mixed)
     faults = [
-        f"{what} {listing(keys)}"
-        for what, keys in (
+        f"{what} {listing(map(as_key, paths))}"
+        for what, paths in (
             ("the value lacks", lacks),
             ("the tree lacks", extra),
             ("a branch on one side and a leaf on the other:", mixed),
         )
-        if keys
+        if paths
     ]
     return MissingKeyError(f"cannot write at the index: {'; '.join(faults)}; nothing was written")
 
@@ -548,8 +536,9 @@ def _choose(base: Tree, *values: Any) -> Tree:
             raise base._unpaired(tree)
     for key, model in base._data.items():
         deeper = isinstance(model, TensorDictBase)
-        if any(isinstance(tree._data[key], TensorDictBase) is not deeper for tree in trees):
-            raise MissingKeyError(f"{key!r} is a branch in one tree and a leaf in another")
+        for tree in trees:
+            if isinstance(tree._data[key], TensorDictBase) is not deeper:
+                raise base._unpaired(tree)
         below = [v._data[key] if isinstance(v, TensorDictBase) else v for v in values]
         if deeper:
             data[key] = _choose(model, *below)
