@@ -139,6 +139,32 @@ def test_the_module_itself_is_not_changed():
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_members_are_drawn_anew_each_for_itself():
+    net = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), parametrizations.weight_norm(nn.Linear(4, 2))
+    )
+    ensemble = EnsembleModule(net, COPIES, vectorize=False)
+    ensemble(torch.randn(5, 4))
+    own = dict(ensemble.named_parameters())
+    torch.manual_seed(5)
+    other = EnsembleModule(net, COPIES).params_td
+    torch.manual_seed(5)
+    assert ensemble.reset_parameters_recursive() is None
+    assert all(own[name] is p for name, p in ensemble.named_parameters())
+    for key, leaf in other.items(True, True):
+        assert torch.equal(ensemble.params_td[key], leaf), key
+    tree = ensemble.params_td.data.clone()
+    fresh = ensemble.reset_parameters_recursive(tree)
+    assert fresh["0", "weight"].data_ptr() == tree["0", "weight"].data_ptr()
+    assert fresh["0", "weight"].requires_grad
+    assert not torch.equal(tree["0", "weight"], other["0", "weight"])
+    assert torch.equal(ensemble.params_td["0", "weight"], other["0", "weight"])
+    with pytest.raises(ValueError, match=r"has 3 members; found parameters of batch size \(\)"):
+        ensemble.reset_parameters_recursive(tree[0])
+    with pytest.raises(RuntimeError, match="holds no module with a reset_parameters method"):
+        EnsembleModule(nn.ReLU(), COPIES).reset_parameters_recursive()
+
+
 def test_one_member_needs_no_reset():
     net = Rebinding()
     assert torch.equal(EnsembleModule(net, 1).params_td["weight"][0], net.weight)

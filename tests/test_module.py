@@ -9,6 +9,7 @@ import pytest
 import torch
 from chains import ONE, TWO, fork, keys, plus_one, tree
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from tdnn import TensorDict
 from tdnn.nn import (
@@ -465,6 +466,51 @@ def test_parameters_in_a_tree_are_drawn_anew_and_the_module_keeps_its_own():
     assert fresh["module", "weight"].data_ptr() == weight.data_ptr()
     assert not torch.equal(weight, before["module.weight"])
     assert torch.equal(module.weight, before["module.weight"])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.MultiheadAttention(4, 2),
+        lambda: nn.Transformer(4, 2, 1, 1, 8, batch_first=True),
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 3), nn.BatchNorm1d(2)),
+        lambda: weight_norm(nn.Linear(2, 2)),
+        lambda: TensorDictModule(weight_norm(nn.Linear(2, 2)), "x", "y"),
+    ],
+)
+def test_what_is_drawn_anew_is_as_when_it_is_made(build):
+    module = TensorDictModule(build(), ["x"], ["y"])
+    params = TensorDict.from_module(module).data.clone()
+    kept = copy.deepcopy(module.state_dict())
+    for draw, found in (
+        (lambda: module.reset_parameters_recursive(params), params),
+        (module.reset_parameters_recursive, TensorDict.from_module(module)),
+    ):
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, kept[name])
+        torch.manual_seed(5)
+        draw()
+        torch.manual_seed(5)
+        for key, value in TensorDict.from_module(TensorDictModule(build(), "x", "y")).items(
+            True, True
+        ):
+            torch.testing.assert_close(found[key], value, msg=str(key))
+
+
+def test_a_module_may_draw_its_parts_anew_in_a_reset_of_its_own():
+    class Resetting(TensorDictModule):
+        def reset_parameters(self):
+            self.reset_parameters_recursive()
+            nn.init.ones_(self.module.bias)
+
+    module = Resetting(nn.Linear(2, 2), ["x"], ["y"])
+    before = module.module.weight.clone()
+    module.reset_parameters()
+    assert not torch.equal(module.module.weight, before)
+    assert (module.module.bias == 1).all()
+    outer = TensorDictSequential(module)
+    outer.reset_parameters_recursive()
+    assert (module.module.bias == 1).all()
 
 
 def test_there_must_be_something_to_draw_anew():

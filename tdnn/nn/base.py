@@ -1,9 +1,11 @@
 """What every module on a tree is, and the one that is made of a function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeAlias, cast
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from tdnn._core import TensorDictBase
@@ -11,7 +13,7 @@ from tdnn._keys import NestedKey, as_key, as_path, hint, listing
 from tdnn.nn._faults import name_of
 from tdnn.tensordict import TensorDict
 
-__all__ = ["OutKeys", "TensorDictModuleBase", "WrapModule", "normal_keys", "picture"]
+__all__ = ["OutKeys", "TensorDictModuleBase", "WrapModule", "draw_anew", "normal_keys", "picture"]
 
 OutKeys: TypeAlias = NestedKey | Sequence[NestedKey]
 
@@ -128,7 +130,10 @@ class TensorDictModuleBase(nn.Module):
     def reset_parameters_recursive(
         self, parameters: TensorDictBase | None = None
     ) -> TensorDictBase | None:
-        """Draw new initial values for every submodule that has ``reset_parameters``.
+        """Draw new initial values, with ``reset_parameters`` of every submodule that has it.
+
+        Or with ``_reset_parameters``, as some of torch's own modules call it. Inner modules go
+        first, as when they are made, because an outer one may draw values for an inner one.
 
         Args:
             parameters: a tree as :meth:`TensorDict.from_module` gives it, without batch dims. Its
@@ -148,22 +153,75 @@ class TensorDictModuleBase(nn.Module):
             >>> bool((module.weight == before).any())
             False
         """
-        resets: list[Any] = [
-            part.reset_parameters
-            for part in self.modules()
-            if part is not self and callable(getattr(part, "reset_parameters", None))
-        ]
-        if not resets:
-            raise RuntimeError(f"{self._title()} holds no module with a reset_parameters method")
         if parameters is None:
-            for reset in resets:
-                reset()
+            self._draw(self)
             return None
         fresh = cast(Any, parameters).data
-        with fresh.to_module(self):
-            for reset in resets:
-                reset()
+        self._draw_into(fresh, self)
         return cast(TensorDictBase, fresh.requires_grad_())
+
+    def _draw(self, module: nn.Module) -> None:
+        if not draw_anew(module, but=self):  # its own reset_parameters may call this
+            raise RuntimeError(f"{self._title()} holds no module with a reset_parameters method")
+
+    def _draw_into(self, weights: Any, module: nn.Module) -> None:
+        """Draw new values for the module and write them into a tree in place."""
+        drawn = weights.clone()  # a reset may put other tensors in the places of these
+        with drawn.to_module(module):
+            self._draw(module)
+        weights.update_(drawn)
+
+
+def draw_anew(module: nn.Module, but: nn.Module | None = None) -> bool:
+    """Initialise a module as its constructor does; return whether anything in it could be.
+
+    Args:
+        module: the module, of any kind, with all that it holds.
+        but: a module in it whose own method is not called.
+
+    Example:
+        >>> draw_anew(nn.Sequential(nn.Linear(2, 2))), draw_anew(nn.ReLU())
+        (True, False)
+    """
+    found = False
+    for part in _inner_first(module, set()):
+        # Of the class, because a TensorDictModule hands on what its module has.
+        reset = getattr(type(part), "reset_parameters", None) or getattr(
+            type(part), "_reset_parameters", None
+        )
+        if callable(reset) and part is not but:
+            found = True
+            if parametrize.is_parametrized(part):
+                _draw_parametrized(part, reset)
+            else:
+                reset(part)
+    return found
+
+
+def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Return all modules in the order in which they were most likely made."""
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _inner_first(child, seen)
+        yield module
+
+
+def _draw_parametrized(module: Any, reset: Callable[[Any], Any]) -> None:
+    """Initialise a module that computes its weights: to values that come out as if it did not.
+
+    What cannot be set so stays as it is: its parametrization has no ``right_inverse``, or has a
+    state that belongs to the weights (the vectors of a spectral norm).
+    """
+    with torch.no_grad(), parametrize.cached():
+        # The cache keeps the weights that the reset writes to, which it would else write in vain.
+        drawn = {name: getattr(module, name) for name in module.parametrizations}
+        reset(module)
+        drawn = {name: weight.clone() for name, weight in drawn.items()}
+    for name, weight in drawn.items():
+        steps = module.parametrizations[name]
+        if all([hasattr(step, "right_inverse") and not list(step.buffers()) for step in steps]):
+            setattr(module, name, weight)
 
 
 def _drop_unselected(module: TensorDictModuleBase, args: Any, output: Any) -> None:

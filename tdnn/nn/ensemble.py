@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, as_key, listing
 from tdnn.nn._faults import Told, arguments_in_words, place, title
-from tdnn.nn.base import TensorDictModuleBase, picture
+from tdnn.nn.base import TensorDictModuleBase, draw_anew, picture
 from tdnn.nn.dispatch import dispatch
 from tdnn.nn.module import write
 from tdnn.nn.params import TensorDictParams
@@ -90,7 +89,7 @@ class EnsembleModule(TensorDictModuleBase):
         _refuse_unfit(module, num_copies)
         members = [copy.deepcopy(module) for _ in range(num_copies)]
         for member in members:
-            (parameter_init_function or _reset)(member)
+            (parameter_init_function or draw_anew)(member)
         self.params_td = TensorDict.from_modules(*members, as_module=True, lock=False)
         if parameter_init_function is None:
             _refuse_equal_members(module, self.params_td)
@@ -274,6 +273,39 @@ class EnsembleModule(TensorDictModuleBase):
         self._shell.train(mode)
         return super().train(mode)
 
+    def reset_parameters_recursive(
+        self, parameters: TensorDictBase | None = None
+    ) -> TensorDictBase | None:
+        """Draw new initial values for each member; see :class:`TensorDictModuleBase`.
+
+        Args:
+            parameters: a tree like ``params_td``, of as many members, whose tensors are written
+                in place; None stands for ``params_td``.
+
+        Returns:
+            None without ``parameters``; otherwise a tree of tensors that share their storage with
+            ``parameters`` and require gradients.
+
+        Raises:
+            RuntimeError: no submodule has ``reset_parameters``.
+
+        Example:
+            >>> members = EnsembleModule(nn.Linear(2, 2), 3)
+            >>> before = members.params_td["weight"].clone()
+            >>> members.reset_parameters_recursive()
+            >>> bool((members.params_td["weight"] == before).any())
+            False
+        """
+        stacked: Any = self.params_td if parameters is None else parameters
+        if stacked.batch_size[:1] != (self.num_copies,):
+            raise ValueError(
+                f"{self._title()} has {self.num_copies} members; found parameters of batch size "
+                f"{tuple(stacked.batch_size)}"
+            )
+        for member in stacked.data.unbind(0):
+            self._draw_into(member, self._shell)
+        return None if parameters is None else cast(TensorDictBase, stacked.data.requires_grad_())
+
     def __repr__(self) -> str:
         parts = [f"module={self._shell!r}", f"num_copies={self.num_copies}"]
         parts += [f"{name}=False" for name in ("expand_input", "vectorize") if not vars(self)[name]]
@@ -353,35 +385,6 @@ def _is_not_mapped(part: nn.Module) -> bool:
     if isinstance(part, EnsembleModule):
         return not part.vectorize
     return isinstance(part, _NOT_MAPPED)
-
-
-def _reset(module: nn.Module) -> None:
-    """Initialise a module as its constructor does: inner modules first."""
-    for inner in reversed(list(module.modules())):
-        reset = getattr(inner, "reset_parameters", None) or getattr(
-            inner, "_reset_parameters", None
-        )
-        if callable(reset) and not parametrize.is_parametrized(inner):
-            reset()
-        elif callable(reset):
-            _reset_parametrized(inner, reset)
-
-
-def _reset_parametrized(module: Any, reset: Callable[[], Any]) -> None:
-    """Initialise a module that computes its weights: to values that come out as if it did not.
-
-    What cannot be set so stays as it is: its parametrization has no ``right_inverse``, or has a
-    state that belongs to the weights (the vectors of a spectral norm).
-    """
-    with torch.no_grad(), parametrize.cached():
-        # The cache keeps the weights that the reset writes to, which it would else write in vain.
-        drawn = {name: getattr(module, name) for name in module.parametrizations}
-        reset()
-        drawn = {name: weight.clone() for name, weight in drawn.items()}
-    for name, weight in drawn.items():
-        steps = module.parametrizations[name]
-        if all([hasattr(step, "right_inverse") and not list(step.buffers()) for step in steps]):
-            setattr(module, name, weight)
 
 
 def _refuse_equal_members(module: nn.Module, stacked: TensorDict) -> None:
