@@ -10,9 +10,10 @@
 # nn is not in __all__: a star import would hide torch.nn.
 
 from tdnn import nn as nn
-from tdnn._core import TensorDictBase
+from tdnn._core import TensorDictBase, is_tensor_collection
 from tdnn._keys import NestedKey, unravel_key, unravel_key_list
 from tdnn._pieces import cat, stack
+from tdnn._update import merge_tensordicts
 from tdnn.errors import (
     FileFormatError,
     KeyConflictError,
@@ -23,6 +24,8 @@ from tdnn.errors import (
 from tdnn.lazystack import LazyStackedTensorDict
 from tdnn.nn.params import TensorDictParams
 from tdnn.tensordict import TensorDict
+
+__version__ = "0.1.0"
 
 __all__ = [
     "FileFormatError",
@@ -36,6 +39,8 @@ __all__ = [
     "TensorDictBase",
     "TensorDictParams",
     "cat",
+    "is_tensor_collection",
+    "merge_tensordicts",
     "stack",
     "unravel_key",
     "unravel_key_list",

@@ -487,6 +487,19 @@ class TensorDictBase(Declared):
             self._hold(None)
 
 
+def is_tensor_collection(datatype: Any) -> bool:
+    """Return whether an object is a tree, or a type one of trees.
+
+    Example:
+        >>> is_tensor_collection(TensorDict({})), is_tensor_collection(TensorDict)
+        (True, True)
+        >>> is_tensor_collection({"a": torch.ones(2)}), is_tensor_collection(torch.ones(2))
+        (False, False)
+    """
+    kind = datatype if isinstance(datatype, type) else type(datatype)
+    return issubclass(kind, TensorDictBase)
+
+
 def entries_of(source: Mapping[Any, Any] | TensorDictBase) -> ItemsView[Any, Any]:
     return (source._data if isinstance(source, TensorDictBase) else source).items()
 

@@ -20,7 +20,7 @@ KeySet = Sequence[NestedKey] | Mapping[NestedKey, NestedKey] | Callable[[Path, A
 
 
 class Entries(TensorDictBase):
-    """pop, setdefault, rename_key_, select, exclude, split_keys, empty, to_dict."""
+    """pop, popitem, clear, setdefault, rename_key_, select, exclude, split_keys, empty, to_dict."""
 
     __slots__ = ()
 
@@ -43,6 +43,40 @@ class Entries(TensorDictBase):
         found = self._entry(as_path(key))
         del self[key]
         return found
+
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the last entry of the top level and return its key and what it was.
+
+        Raises:
+            MissingKeyError: the tree has no entries.
+            LockedError: the tree is locked.
+
+        Example:
+            >>> td = TensorDict({"a": 1, "b": 2})
+            >>> td.popitem(), list(td.keys())
+            (('b', tensor(2)), ['a'])
+        """
+        data = self._data
+        if not data:
+            raise MissingKeyError("cannot pop an entry: the tree has none")
+        key = next(reversed(data))
+        return key, self.pop(key)
+
+    def clear(self) -> Self:
+        """Remove all entries and return the tree; its batch size, device and names stay.
+
+        Raises:
+            LockedError: the tree is locked.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])
+            >>> list(td.clear().keys()), td.batch_size
+            ([], torch.Size([3]))
+        """
+        if self._lock is not None:
+            raise locked("clear", "the tree")
+        self._refill({})
+        return self
 
     def setdefault(self, key: NestedKey, default: Any, inplace: bool = False) -> Any:
         """Return the entry at ``key``, after setting it to ``default`` if it was missing.
@@ -256,6 +290,19 @@ class Entries(TensorDictBase):
             for key, value in self._data.items()
         }
 
+    def numpy(self) -> dict[str, Any]:
+        """Return nested dicts of numpy arrays that share memory with the tensors.
+
+        Raises:
+            TypeError: a leaf is not on the CPU, or numpy does not have its dtype.
+            RuntimeError: a leaf requires grad; use ``td.detach().numpy()``.
+
+        Example:
+            >>> TensorDict({"a": {"b": torch.zeros(2)}}).numpy()
+            {'a': {'b': array([0., 0.], dtype=float32)}}
+        """
+        return _arrays(self, ())
+
     @classmethod
     def from_dict(
         cls,
@@ -284,6 +331,21 @@ class Entries(TensorDictBase):
                 f"not in the {type(self).__name__}: {listing(map(unravel_key, missing))}; "
                 f"it has {listing(self._data)}"
             )
+
+
+def _arrays(node: TensorDictBase, above: Path) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    for key, value in node._data.items():
+        path = (*above, key)
+        if isinstance(value, TensorDictBase):
+            arrays[key] = _arrays(value, path)
+            continue
+        try:
+            arrays[key] = value.numpy()
+        except Exception as err:
+            err.add_note(f"at the leaf {as_key(path)!r}")
+            raise
+    return arrays
 
 
 def _as_spec(keys: Sequence[NestedKey]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Node:
 
     # Classes that lower layers make and higher ones define; each is set beside its definition.
     _kind: ClassVar[Any]  # of what an operation on this class returns
+    _plain_kind: ClassVar[Any]  # TensorDict itself
     _swap_kind: ClassVar[Any]
     _params_kind: ClassVar[Any]
     _lazy_kind: ClassVar[Any]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tdnn._columns import completed, is_number
 from tdnn._combine import combine, combine_
+from tdnn._keys import NestedKey, as_path
 from tdnn._operators import Operators
 
 __all__ = ["Pointwise"]
@@ -147,6 +148,29 @@ class Pointwise(Operators):
             tensor(0.2500)
         """
         return combine_(self, Tensor.reciprocal_)
+
+    def fill_(self, key: NestedKey, value: float | bool | Tensor) -> Self:
+        """Fill one leaf, or all leaves of a branch, in place and return the tree.
+
+        Args:
+            key: a leaf or a branch.
+            value: a number, or a tensor without dims.
+
+        Raises:
+            MissingKeyError: the key is not there.
+            RuntimeError: a leaf requires grad, or cannot hold the value.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(2), "b": {"c": torch.zeros(2)}}, lock=True)
+            >>> td.fill_("b", 2)["b", "c"]
+            tensor([2., 2.])
+        """
+        path = as_path(key)
+        found = self._target(path)
+        # A tree of what is to be filled alone, in which it has its own name.
+        part = self._like({path[0]: self._wrapped(path, found)}, _NO_BATCH)
+        combine_(part, Tensor.fill_, value)
+        return self
 
     # -- two operands ----------------------------------------------------------------------------
 
@@ -434,6 +458,9 @@ class Pointwise(Operators):
             tensor(5.)
         """
         return combine_(self, Tensor.addcdiv_, other1, other2, value=value)
+
+
+_NO_BATCH = torch.Size(())
 
 
 def _scale(alpha: float | None) -> dict[str, float]:

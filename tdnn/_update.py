@@ -1,7 +1,7 @@
 """Many entries written at once, all or none of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor
 
@@ -10,11 +10,13 @@ from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn._ties import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
 
-__all__ = ["Updates"]
+__all__ = ["Updates", "merge_tensordicts"]
+
+Merged = TypeVar("Merged", bound=TensorDictBase)
 
 
 class Updates(TensorDictBase):
-    """update and update_."""
+    """update, update_, copy_ and replace."""
 
     __slots__ = ()
 
@@ -97,6 +99,109 @@ class Updates(TensorDictBase):
             writes += self._all_copies(kwargs.items())
         write(writes, non_blocking)
         return self
+
+    def copy_(
+        self, tensordict: Mapping[Any, Any] | TensorDictBase, non_blocking: bool = False
+    ) -> Self:
+        """Copy values into entries that exist; the same as :meth:`update_`.
+
+        Example:
+            >>> td = TensorDict({"a": torch.zeros(2)}, [2], lock=True)
+            >>> td.copy_(TensorDict({"a": torch.ones(2)}, [2]))["a"]
+            tensor([1., 1.])
+        """
+        return self.update_(tensordict, non_blocking=non_blocking)
+
+    def replace(
+        self, input_dict_or_td: Mapping[Any, Any] | TensorDictBase | None = None, /, **kwargs: Any
+    ) -> Self:
+        """Return a tree with other values for some entries, or with more; this one stays as it is.
+
+        Args:
+            input_dict_or_td: the entries, as for :meth:`update`; branches are merged.
+            **kwargs: more entries, which take precedence.
+
+        Returns:
+            A new unlocked tree over the same tensors; the tree itself if no entry is given.
+
+        Raises:
+            ValueError: a shape does not fit.
+
+        Example:
+            >>> td = TensorDict({"a": 1, "b": {"c": 2}}, lock=True)
+            >>> td.replace({"b": {"d": 3}}, a=4).to_dict()
+            {'a': tensor(4), 'b': {'c': tensor(2), 'd': tensor(3)}}
+        """
+        given = [each for each in (input_dict_or_td, kwargs) if each is not None]
+        if all([isinstance(each, TREES) and not entries_of(each) for each in given]):
+            return self
+        made = cast(Updates, self._shallow_copy())
+        for each in given:
+            made.update(each)
+        return cast(Self, made)
+
+
+def merge_tensordicts(
+    *tensordicts: Merged,
+    callback_exist: Callable[..., Any] | Mapping[NestedKey, Callable[..., Any]] | None = None,
+) -> Merged:
+    """Return a tree with the entries of several trees; branches are merged.
+
+    Args:
+        *tensordicts: two or more. Where several have a leaf, the first of them counts.
+        callback_exist: called with the values, in order, for a leaf that all of them have, and
+            returns the leaf of the result; or a mapping from keys to such functions.
+
+    Returns:
+        A new unlocked tree of the first one's kind, batch size, device and names; tensors are
+        held, not copied.
+
+    Raises:
+        KeyConflictError: one key is a leaf in one tree and a branch in another.
+        MissingKeyError: ``callback_exist`` has keys that are not in all trees.
+        ValueError: there are less than two trees, or an entry does not fit the batch size.
+
+    Example:
+        >>> one, two = TensorDict({"x": 1, "b": {"c": 2}}), TensorDict({"x": 3, "b": {"d": 4}})
+        >>> merged = merge_tensordicts(one, two, callback_exist=torch.add)
+        >>> merged["x"], list(merged["b"].keys())
+        (tensor(4), ['c', 'd'])
+    """
+    for tree in tensordicts:
+        if not isinstance(tree, TensorDictBase):
+            raise TypeError(f"merge_tensordicts takes trees, not {type(tree).__name__}")
+    if len(tensordicts) < 2:
+        raise ValueError(f"merge_tensordicts takes two or more trees, not {len(tensordicts)}")
+    each = callback_exist if callable(callback_exist) else None
+    chosen: dict[Path, Callable[..., Any]] = {}
+    if each is None and callback_exist is not None:
+        chosen = {as_path(key): fn for key, fn in cast(Any, callback_exist).items()}
+        lost = [as_key(at) for at in chosen if any([tree.get(at) is None for tree in tensordicts])]
+        if lost:
+            raise MissingKeyError(f"callback_exist has {listing(lost)}, which not all trees have")
+    return _merged(list(tensordicts), len(tensordicts), (), lambda at: chosen.get(at, each))
+
+
+def _merged(
+    nodes: list[Merged], total: int, above: Path, callback: Callable[[Path], Any]
+) -> Merged:
+    """Return one node of the entries of several, out of ``total`` trees."""
+    first = nodes[0]
+    made = first._like({}, first._batch_size, first._names)
+    for key in dict.fromkeys([key for node in nodes for key in node._data]):
+        path = (*above, key)
+        found = [node._data[key] for node in nodes if key in node._data]
+        branches = [isinstance(value, TensorDictBase) for value in found]
+        fn = callback(path)
+        if all(branches):
+            value = _merged(found, total, path, callback)
+        elif any(branches):
+            where = as_key(path)
+            raise KeyConflictError(f"{where!r} is a leaf in one tree and a branch in another")
+        else:
+            value = fn(*found) if fn is not None and len(found) == total else found[0]
+        made._data[key] = made._admit(value, as_key(path))
+    return made
 
 
 def _takes_all(node: TensorDictBase, source: object) -> bool:

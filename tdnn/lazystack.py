@@ -100,6 +100,10 @@ class LazyStackedTensorDict(TensorDict):
             "(.tensordicts), or clone() it first"
         )
 
+    def _plan_sizes(self, *args: Any, **kwargs: Any) -> torch.Size:
+        """Return the batch size that it has: it declares none for what is not its own."""
+        return self._batch_size
+
     def _hold(self, holder: Any) -> None:
         """Nothing: it is always locked."""
 

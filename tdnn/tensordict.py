@@ -12,11 +12,13 @@ from tdnn._exchange import Exchange
 from tdnn._indexing import Indexing
 from tdnn._lens import Lenses
 from tdnn._mapping import Entries
+from tdnn._masks import Masks
 from tdnn._pieces import Pieces
 from tdnn._pointwise import Pointwise
 from tdnn._reduce import Reduce
 from tdnn._repr import Pictures
 from tdnn._shape import Shape
+from tdnn._state import States
 from tdnn._swap import Swaps
 from tdnn._update import Updates
 from tdnn._views import Views
@@ -27,6 +29,7 @@ __all__ = ["Swap", "TensorDict"]
 
 class TensorDict(
     Indexing,
+    Masks,
     Views,
     Entries,
     Updates,
@@ -34,6 +37,7 @@ class TensorDict(
     Copies,
     Lenses,
     Swaps,
+    States,
     Shape,
     Pieces,
     Pointwise,
@@ -86,7 +90,7 @@ class TensorDict(
         return _functions.call(func, args, kwargs)
 
 
-TensorDict._kind = TensorDict
+TensorDict._kind = TensorDict._plain_kind = TensorDict
 _pytree.register(TensorDict)
 
 

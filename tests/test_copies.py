@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import flat, trees
+from strategies import branches, flat, trees
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from tdnn import TensorDict
+from tdnn import LazyStackedTensorDict, TensorDict, TensorDictParams
 
 
 def make():
@@ -32,6 +32,7 @@ def ties(td):
 
 PER_LEAF = {
     "clone": (TensorDict.clone, torch.clone),
+    "to_tensordict": (TensorDict.to_tensordict, torch.clone),
     "detach": (TensorDict.detach, torch.detach),
     "data": (lambda td: td.data, lambda x: x.data),
     "double": (TensorDict.double, lambda x: x.double()),
@@ -191,3 +192,57 @@ def test_copies_trace_without_a_second_compilation():
         assert same_form(result, expected)
         assert all(map(torch.equal, flat(result).values(), flat(expected).values()))
     assert counter.frame_count == 1
+
+
+class Own(TensorDict):
+    __slots__ = ()
+
+
+def test_to_tensordict_makes_plain_trees_of_every_kind():
+    net = nn.Linear(2, 2)
+    w = torch.ones(2, 3)
+    rows = [TensorDict({"a": {"b": torch.ones(3)}}, [3]) for _ in range(2)]
+    for tree in (
+        Own({"a": {"b": w}, "c": w}, [2], "cpu", ["t"], lock=True),
+        TensorDictParams(TensorDict.from_module(net)),
+        LazyStackedTensorDict(*rows),
+        TensorDict({"a": Own({"b": w}, [2, 3])}, [2]),
+    ):
+        made = tree.to_tensordict(retain_none=False)
+        assert all(type(x) is TensorDict for x in (made, *branches(made)))
+        assert not made.is_locked
+        assert (made.batch_size, made.names, made.device) == (
+            tree.batch_size,
+            tree.names,
+            tree.device,
+        )
+        assert list(made.keys(True)) == list(tree.keys(True))
+        assert all(torch.equal(leaf, tree[path]) for path, leaf in flat(made).items())
+        assert ties(made) == ties(tree)
+        assert all(leaf is not tree[path] for path, leaf in flat(made).items())
+    assert type(TensorDict({"a": Own({}, [2])}, [2]).clone()["a"]) is Own
+
+
+def test_pinning_asks_each_tensor_once(monkeypatch):
+    asked = []
+
+    def pin(leaf):
+        asked.append(leaf)
+        return leaf.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    x = torch.ones(2)
+    td = TensorDict({"a": x, "b": {"c": x}, "d": torch.zeros(2)}, [2], names=["t"], lock=True)
+    found = td.pin_memory(num_threads=2)
+    assert [id(leaf) for leaf in asked] == [id(x), id(td["d"])]
+    assert same_form(found, td)
+    assert not found.is_locked
+    assert found["a"] is found["b", "c"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning needs an accelerator")
+def test_pinned_leaves_hold_the_same_values():
+    td = TensorDict({"a": torch.arange(3), "b": {"c": torch.ones(3, 2)}}, [3])
+    found = td.pin_memory()
+    assert all(leaf.is_pinned() and torch.equal(leaf, td[at]) for at, leaf in flat(found).items())
+    assert torch.equal(found.to("cuda", non_blocking=True)["a"].cpu(), td["a"])

@@ -15,7 +15,7 @@ from strategies import flat, trees
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from tdnn import TensorDict
+from tdnn import TensorDict, TensorDictParams, is_tensor_collection
 from tdnn.errors import KeyConflictError, LockedError, MissingKeyError
 
 
@@ -459,3 +459,10 @@ def test_errors_know_their_bases():
     assert issubclass(LockedError, RuntimeError)
     assert str(MissingKeyError("as it is")) == str(KeyConflictError("as it is")) == "as it is"
     assert str(MissingKeyError()) == str(KeyConflictError()) == ""
+
+
+def test_a_tensor_collection_is_a_tree_or_a_class_of_trees():
+    for tree in (TensorDict, TensorDictParams, TensorDict({}), TensorDictParams({}), Named({})):
+        assert is_tensor_collection(tree)
+    for other in (torch.ones(2), {}, dict, torch.Tensor, None, nn.Linear(1, 1)):
+        assert not is_tensor_collection(other)

@@ -1,13 +1,16 @@
 """What a tree declares of its leaves: batch size, names, device."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from strategies import flat, trees
+from hypothesis import strategies as st
+from strategies import branches, flat, trees
 from torch._dynamo.testing import CompileCounter
 
-from tdnn import TensorDict
+from tdnn import LazyStackedTensorDict, LockedError, TensorDict
 
 
 @given(trees())
@@ -112,6 +115,78 @@ def test_without_a_batch_size_a_tree_takes_that_of_its_source():
     assert (td.batch_size, td.device, td.names) == ((3,), torch.device("cpu"), ["t"])
     other = TensorDict(source, [3, 2])
     assert (other.batch_size, other.device, other.names) == ((3, 2), None, [None, None])
+
+
+# -- the batch size that the entries share ---------------------------------------------------------
+
+
+def shared(shapes):
+    """Return the longest tuple that begins all shapes."""
+    dims = itertools.takewhile(lambda ns: len(set(ns)) == 1, zip(*shapes, strict=False))
+    return tuple(ns[0] for ns in dims)
+
+
+@given(trees(names=True), st.none() | st.integers(0, 3))
+def test_every_node_takes_the_dims_that_its_leaves_share(td, most):
+    nodes = [td, *branches(td)]
+    before = [node.batch_size for node in nodes]
+    assert td.auto_batch_size_(most) is td
+    for node, size in zip(nodes, before, strict=True):
+        leaves = flat(node).values()
+        expected = shared([leaf.shape for leaf in leaves])[:most] if leaves else None
+        if expected is not None:
+            assert node.batch_size == expected
+        elif node is td:
+            assert node.batch_size == size
+    assert all(node.batch_size[: td.ndim] == td.batch_size for node in branches(td))
+    assert td.names == [f"d{i}" if i < len(before[0]) else None for i in range(td.ndim)]
+
+
+def test_branches_that_declare_enough_are_kept():
+    def make():
+        inner = TensorDict({"c": torch.zeros(3, 4, 5)}, [3, 4])
+        return TensorDict({"a": torch.zeros(3, 4, 5), "b": inner, "e": {}}, [3])
+
+    td = make().auto_batch_size_(1, keep_compliant_size=True)
+    assert (td.batch_size, td["b"].batch_size) == ((3,), (3, 4))
+    td = make().auto_batch_size_(3, keep_compliant_size=True)
+    assert (td.batch_size, td["b"].batch_size) == ((3, 4, 5), (3, 4, 5))
+    td = make().auto_batch_size_(1)
+    assert (td.batch_size, td["b"].batch_size) == ((3,), (3,))
+    td = make().auto_batch_size_(2, keep_compliant_size=True)
+    assert (td.batch_size, td["b"].batch_size, td["e"].batch_size) == ((3, 4), (3, 4), (3, 4))
+    td = make()
+    td.auto_batch_size_(keep_compliant_size=True)
+    assert (td.batch_size, td["b"].batch_size) == ((3, 4, 5), (3, 4, 5))
+
+
+def test_a_locked_tree_keeps_its_batch_size():
+    td = TensorDict({"a": torch.zeros(3, 4), "b": {"c": torch.zeros(3, 4)}}, [3], lock=True)
+    with pytest.raises(LockedError, match="cannot change the batch size of 'the tree'"):
+        td.auto_batch_size_()
+    assert (td.batch_size, td["b"].batch_size) == ((3,), (3,))
+    assert td.auto_batch_size_(1) is td
+    with pytest.raises(ValueError, match="batch_dims is how many dims to declare, not -1"):
+        td.auto_batch_size_(-1)
+
+
+def test_a_lazy_stack_in_a_tree_keeps_its_batch_size():
+    rows = [TensorDict({"x": torch.zeros(3, 4)}, [3]) for _ in range(2)]
+    lazy = LazyStackedTensorDict(*rows)
+    td = TensorDict({"a": torch.zeros(2, 3, 4), "lazy": lazy})
+    assert td.auto_batch_size_().batch_size == (2, 3)
+    assert td["lazy"] is lazy
+    assert lazy.batch_size == (2, 3)
+    with pytest.raises(LockedError, match="a lazy stack has no memory of its own"):
+        lazy.auto_batch_size_()
+
+
+def test_finding_the_batch_size_traces():
+    def declare(x):
+        return TensorDict({"a": x, "b": {"c": x + 1}}).auto_batch_size_()
+
+    made = torch.compile(declare, backend="eager", fullgraph=True)(torch.zeros(2, 3))
+    assert (made.batch_size, made["b"].batch_size) == ((2, 3), (2, 3))
 
 
 # -- names -----------------------------------------------------------------------------------------

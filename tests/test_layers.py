@@ -26,8 +26,8 @@ LAYERS = [
     "_overwrite",
     "_combine",
     "_operators",
-    "_views _update _mapping _apply _copies _indexing _pieces _shape _pointwise _reduce _lens"
-    " _swap _repr",
+    "_views _update _mapping _apply _copies _indexing _masks _pieces _shape _pointwise _reduce"
+    " _lens _state _swap _repr",
     "_functions io.metadata",
     "io.safetensors",
     "io",

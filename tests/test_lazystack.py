@@ -138,6 +138,10 @@ NO_OPERAND = {"abs_", "exp_", "log_", "neg_", "reciprocal_", "sqrt_", "zero_"}
 OPERANDS = {
     "addcdiv_": (1, 1),
     "addcmul_": (1, 1),
+    "auto_batch_size_": (),
+    "copy_": ({"b": {"c": 0}},),
+    "fill_": ("b", 0),
+    "masked_fill_": (torch.ones(3, dtype=torch.bool), 0),
     "apply_": (torch.zeros_like,),
     "lerp_": (1, 0.5),
     "set_": ("a", 0),

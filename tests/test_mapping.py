@@ -8,7 +8,7 @@ from pictures import state
 from strategies import flat, trees
 from torch._dynamo.testing import CompileCounter
 
-from tdnn import TensorDict
+from tdnn import TensorDict, TensorDictParams
 from tdnn.errors import KeyConflictError, LockedError, MissingKeyError
 
 
@@ -508,3 +508,72 @@ def test_moving_entries_traces_without_a_second_compilation():
         assert result.to_dict() == expected.to_dict()
         assert keys == expected_keys
     assert counter.frame_count == 1
+
+
+# -- all entries at once ---------------------------------------------------------------------------
+
+
+@given(trees(names=True))
+def test_popitem_takes_the_entries_from_the_last_to_the_first(td):
+    entries = list(td.items())
+    size = td.batch_size
+    found = [td.popitem() for _ in entries]
+    assert [key for key, _ in found] == [key for key, _ in reversed(entries)]
+    assert all(one is two for (_, one), (_, two) in zip(found, reversed(entries), strict=True))
+    assert (list(td.keys()), td.batch_size) == ([], size)
+    with pytest.raises(MissingKeyError, match="cannot pop an entry: the tree has none"):
+        td.popitem()
+
+
+@given(trees(names=True))
+def test_clear_removes_all_entries_and_nothing_else(td):
+    declared = td.batch_size, td.names, td.device
+    kept = list(td.values())
+    inside = [list(value.keys()) for value in kept if isinstance(value, TensorDict)]
+    assert td.clear() is td
+    assert list(td.keys()) == []
+    assert (td.batch_size, td.names, td.device) == declared
+    assert [list(value.keys()) for value in kept if isinstance(value, TensorDict)] == inside
+
+
+def test_a_locked_tree_keeps_its_entries():
+    td = make().lock_()
+    before = state(td)
+    with pytest.raises(LockedError, match="cannot clear 'the tree'"):
+        td.clear()
+    with pytest.raises(LockedError, match="cannot delete 'f'"):
+        td.popitem()
+    assert state(td) == before
+
+
+def test_a_tree_of_a_module_loses_its_parameters_too():
+    params = TensorDictParams({"w": torch.zeros(2), "b": {"v": torch.zeros(2)}})
+    assert params.popitem()[0] == "b"
+    assert [name for name, _ in params.named_parameters()] == ["w"]
+    assert not list(params.clear().parameters())
+
+
+@given(trees(dtypes=(torch.float32, torch.int64, torch.bool, torch.complex64)))
+def test_numpy_gives_arrays_over_the_same_memory(td):
+    def compare(arrays, node):
+        assert list(arrays) == list(node.keys())
+        for key, found in arrays.items():
+            if isinstance(node[key], TensorDict):
+                compare(found, node[key])
+            else:
+                expected = node[key].numpy()
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+                assert found.ctypes.data == node[key].data_ptr() or not found.size
+
+    assert type(td.numpy()) is dict
+    compare(td.numpy(), td)
+
+
+def test_what_is_no_array_is_said_with_its_key():
+    td = TensorDict({"a": {"w": torch.zeros(2, requires_grad=True)}})
+    with pytest.raises(RuntimeError, match="requires grad") as caught:
+        td.numpy()
+    assert caught.value.__notes__ == ["at the leaf ('a', 'w')"]
+    with pytest.raises(TypeError) as caught:
+        TensorDict({"h": torch.zeros(2, dtype=torch.bfloat16)}).numpy()
+    assert caught.value.__notes__ == ["at the leaf 'h'"]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from leafwise import assert_leaves, flat, make, over, turned
+from leafwise import assert_leaves, compiled, flat, make, over, turned
 from torch import Tensor
 
-from tdnn import TensorDict
+from tdnn import MissingKeyError, TensorDict
 
 UNARY = ["neg", "abs", "sqrt", "exp", "log", "reciprocal"]
 METHODS = ["add", "sub", "mul", "div", "pow", "clamp_min", "clamp_max"]
@@ -94,3 +94,37 @@ def test_addcmul_and_addcdiv_take_trees_and_tensors(name):
     assert_leaves(getattr(tree, name)(turned(one), two, value=3), expected)
     assert getattr(tree, f"{name}_")(turned(one), two, value=3) is tree
     assert_leaves(tree, expected)
+
+
+@pytest.mark.parametrize("value", [2, 0.5, True, torch.tensor(3.0)], ids=str)
+def test_fill_writes_one_leaf_or_all_of_a_branch(value):
+    tree = make().lock_()
+    before = {key: leaf.clone() for key, leaf in flat(tree).items()}
+    leaves = flat(tree)
+    assert tree.fill_("x", value) is tree
+    assert_leaves(tree, {**before, "x": before["x"].fill_(value)})
+    tree.fill_("deep", value)
+    assert_leaves(tree, {key: leaf.fill_(value) for key, leaf in before.items()})
+    tree.fill_(("deep", ("deeper", "z")), 0)
+    assert (tree["deep", "deeper", "z"] == 0).all()
+    assert all(tree[key] is leaf for key, leaf in leaves.items())
+
+
+def test_fill_refuses_before_it_writes():
+    tree = TensorDict({"a": {"x": torch.zeros(2), "n": torch.zeros(2, dtype=torch.int64)}})
+    with pytest.raises(MissingKeyError, match=r"\('a', 'y'\) is not in the TensorDict"):
+        tree.fill_(("a", "y"), 1)
+    with pytest.raises(RuntimeError, match="value cannot be converted") as caught:
+        tree.fill_("a", 1j)
+    assert "('a', 'x')" in str(caught.value.__notes__)
+    tree["a", "w"] = torch.zeros(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"\('a', 'w'\), a tensor that requires grad"):
+        tree.fill_("a", 1)
+    assert (tree.detach() == 0).all()
+
+
+def test_filling_traces():
+    tree = make()
+    compiled(lambda td: td.fill_("deep", 2).fill_("x", 1))(tree)
+    assert (tree["x"] == 1).all()
+    assert (tree["deep"] == 2).all()

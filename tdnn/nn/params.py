@@ -173,6 +173,8 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
     bfloat16 = nn.Module.bfloat16
     requires_grad_ = nn.Module.requires_grad_
     zero_grad = nn.Module.zero_grad  # type: ignore[assignment]  # it returns nothing
+    state_dict = nn.Module.state_dict  # type: ignore[assignment]  # torch has it overloaded
+    load_state_dict = nn.Module.load_state_dict  # type: ignore[assignment]  # it returns keys
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Change every tensor as ``nn.Module`` does, and let the tree's device follow."""
