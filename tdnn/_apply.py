@@ -8,12 +8,11 @@ import torch
 from tdnn._core import IsLeaf, TensorDictBase
 from tdnn._declared import as_device, as_size
 from tdnn._keys import Path, as_key
+from tdnn._marks import KEEP, NO_DEFAULT
 from tdnn._ties import Write, write
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Apply"]
-
-_UNSET: Any = object()
 
 
 class Apply(TensorDictBase):
@@ -26,10 +25,10 @@ class Apply(TensorDictBase):
         fn: Callable[..., Any],
         *others: TensorDictBase,
         batch_size: Sequence[int] | None = None,
-        device: Any = _UNSET,
-        names: Any = _UNSET,
+        device: Any = KEEP,
+        names: Any = KEEP,
         inplace: bool = False,
-        default: Any = _UNSET,
+        default: Any = NO_DEFAULT,
         filter_empty: bool | None = None,
         propagate_lock: bool = False,
         call_on_nested: bool = False,
@@ -84,10 +83,10 @@ class Apply(TensorDictBase):
         *others: TensorDictBase,
         nested_keys: bool = False,
         batch_size: Sequence[int] | None = None,
-        device: Any = _UNSET,
-        names: Any = _UNSET,
+        device: Any = KEEP,
+        names: Any = KEEP,
         inplace: bool = False,
-        default: Any = _UNSET,
+        default: Any = NO_DEFAULT,
         filter_empty: bool | None = None,
         propagate_lock: bool = False,
         call_on_nested: bool = False,
@@ -138,7 +137,7 @@ class Apply(TensorDictBase):
                 )
         if batch_size is not None:
             run.batch_size = as_size(batch_size)
-        if device is not _UNSET:
+        if device is not KEEP:
             run.device = None if device is None else as_device(device)
         if inplace:
             run.write(self, others)
@@ -146,7 +145,7 @@ class Apply(TensorDictBase):
         result = run.new(self, others, ())
         if result is None:
             return None
-        if names is not _UNSET:
+        if names is not KEEP:
             result.names = names
         if propagate_lock and self._lock is not None:
             result.lock_()
@@ -175,7 +174,7 @@ class _Run:
         self.is_leaf = is_leaf
         self.memo: dict[Any, Any] | None = None
         self.batch_size: torch.Size | None = None
-        self.device: Any = _UNSET
+        self.device: Any = KEEP
 
     def enters(self, value: Any) -> bool:
         """Return whether ``value`` is a branch to go into, rather than something to call on."""
@@ -202,7 +201,7 @@ class _Run:
             data = other._data if isinstance(other, TensorDictBase) else {}
             if key in data:
                 found.append(data[key])
-            elif self.default is _UNSET:
+            elif self.default is NO_DEFAULT:
                 raise MissingKeyError(
                     f"{as_key(path)!r} is missing in one of the other trees; "
                     "pass default= to call the function with that"
@@ -218,7 +217,7 @@ class _Run:
         size = node._batch_size if self.batch_size is None else self.batch_size
         names = node._names if self.batch_size is None else None
         result = node._like({}, size, names)
-        if self.device is not _UNSET:
+        if self.device is not KEEP:
             result._device = self.device
         for key, value in node._data.items():
             path = (*above, key)

@@ -9,12 +9,10 @@ from torch import Tensor
 from tdnn._core import TensorDictBase, locked
 from tdnn._declared import as_device, as_size
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing, unravel_key
+from tdnn._marks import KEEP, NO_DEFAULT
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Entries"]
-
-_NO_DEFAULT: Any = object()
-_KEEP: Any = object()
 
 KeySet = Sequence[NestedKey] | Mapping[NestedKey, NestedKey] | Callable[[Path, Any], bool]
 
@@ -26,7 +24,7 @@ class Entries(TensorDictBase):
 
     # -- taking entries out and putting them in ------------------------------------------------
 
-    def pop(self, key: NestedKey, default: Any = _NO_DEFAULT) -> Any:
+    def pop(self, key: NestedKey, default: Any = NO_DEFAULT) -> Any:
         """Remove an entry and return it.
 
         Raises:
@@ -38,7 +36,7 @@ class Entries(TensorDictBase):
             >>> td.pop(("a", "b")), td.pop("zzz", None)
             (tensor(1), None)
         """
-        if default is not _NO_DEFAULT and key not in self:
+        if default is not NO_DEFAULT and key not in self:
             return default
         found = self._entry(as_path(key))
         del self[key]
@@ -185,7 +183,7 @@ class Entries(TensorDictBase):
         self,
         *key_sets: KeySet,
         inplace: bool = False,
-        default: Any = _NO_DEFAULT,
+        default: Any = NO_DEFAULT,
         strict: bool = True,
         reproduce_struct: bool = False,
     ) -> tuple[Self, ...]:
@@ -228,7 +226,7 @@ class Entries(TensorDictBase):
                     taken.append(as_path(old))
                 elif strict:
                     missing.append(old)
-                elif default is not _NO_DEFAULT and default is not None:
+                elif default is not NO_DEFAULT and default is not None:
                     part.set(new, default)
             parts.append(part)
         if missing:
@@ -250,8 +248,8 @@ class Entries(TensorDictBase):
         recurse: bool = False,
         *,
         batch_size: Sequence[int] | None = None,
-        device: Any = _KEEP,
-        names: Any = _KEEP,
+        device: Any = KEEP,
+        names: Any = KEEP,
     ) -> Self:
         """Return a tree without leaves, of the same batch size, device and names.
 
@@ -272,9 +270,9 @@ class Entries(TensorDictBase):
             for key, value in self._data.items():
                 if isinstance(value, Entries):
                     node._data[key] = value.empty(True, batch_size=batch_size, device=device)
-        if device is not _KEEP:
+        if device is not KEEP:
             node._device = None if device is None else as_device(device)
-        if names is not _KEEP:
+        if names is not KEEP:
             node.names = names
         return node
 
