@@ -127,7 +127,7 @@ def test_what_cannot_be_stacked_is_refused():
         match=r"cannot stack the modules: 'weight' has the shapes \[\(2, 2\), \(3, 2\)\]; "
         r"'bias' has the shapes \[\(2,\), \(3,\)\]",
     ):
-        TensorDict.from_modules(nn.Linear(2, 2), nn.Linear(3, 2))
+        TensorDict.from_modules(nn.Linear(2, 2), nn.Linear(2, 3))
     with pytest.raises(
         ValueError, match="a lazy stack reads the modules' own parameters; drop as_m"
     ):
