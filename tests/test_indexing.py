@@ -3,13 +3,13 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from strategies import branches, flat, planes, sizes, storage, trees
+from indices import MASK, make, trees_and_indices
+from strategies import branches, flat, planes, storage
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tdnn import LazyStackedTensorDict, TensorDict
-from tdnn.errors import LockedError, MissingKeyError
+from tdnn.errors import MissingKeyError
 
 # -- a model ---------------------------------------------------------------------------------
 
@@ -21,17 +21,6 @@ def read(leaf, depth, index):
     if not parts:
         return leaf.new_empty((*torch.zeros(leaf.shape[:depth])[index].shape, *further))
     return torch.stack(parts, -1).reshape((*parts[0].shape, *further))
-
-
-def write(leaf, depth, index, value):
-    """Return a copy of a leaf with ``value``, which has the further dims, written at the index."""
-    parts = [plane.clone() for plane in planes(leaf, depth)]
-    n = value.ndim - (leaf.ndim - depth)
-    for part, new in zip(parts, planes(value, n), strict=True):
-        part[index] = new
-    if not parts:
-        return leaf
-    return torch.stack(parts, -1).reshape(leaf.shape)
 
 
 def assert_indexed(td, index):
@@ -53,125 +42,9 @@ def assert_indexed(td, index):
         assert branch.batch_size == (*want.shape, *whole.batch_size[depth:])
 
 
-# -- random indices --------------------------------------------------------------------------
-
-CHUNK = st.none() | st.integers(-5, 5)
-
-
-@st.composite
-def indices(draw, size):
-    """An index that fits a batch size; tensors in it broadcast."""
-    length = draw(st.integers(1, 3))
-    masked = False
-    parts, dim = [], 0
-    while dim < len(size):
-        n = size[dim]
-        kinds = ["slice", "slice", "none", "stop"]
-        kinds += ["int", "positions", "list", "range", "zero_dim"] if n else []
-        kinds += [] if masked else ["mask", "wide_mask"]
-        kind = draw(st.sampled_from(kinds))
-        at = st.integers(-n, n - 1)
-        if kind == "stop":
-            break
-        if kind == "none":
-            parts.append(None)
-            if len(parts) > 5:
-                break
-            continue
-        if kind == "slice":
-            parts.append(slice(draw(CHUNK), draw(CHUNK), draw(st.none() | st.integers(1, 3))))
-        elif kind == "int":
-            parts.append(draw(at))
-        elif kind == "zero_dim":
-            parts.append(torch.tensor(draw(at)))
-        elif kind in ("list", "range", "positions"):
-            count = 1 if masked else draw(st.sampled_from([1, length]))
-            parts.append(draw(some_positions(kind, at, count, n)))
-        else:
-            wide = 2 if kind == "wide_mask" and dim + 1 < len(size) else 1
-            shape = size[dim : dim + wide]
-            bits = draw(
-                st.lists(st.booleans(), min_size=shape_size(shape), max_size=shape_size(shape))
-            )
-            parts.append(torch.tensor(bits, dtype=torch.bool).reshape(shape))
-            # Whatever the number of true places, a single position broadcasts with it.
-            masked, length = True, 1
-            parts = [one_position(part, size) for part in parts]
-            dim += wide - 1
-        dim += 1
-    if draw(st.booleans()):
-        cut = draw(st.integers(0, len(parts)))
-        used = sum(consumed(part) for part in parts[cut:])
-        if used == 0 or dim == len(size):
-            parts.insert(cut, ...)
-    if len(parts) == 1 and draw(st.booleans()):
-        return parts[0]
-    return tuple(parts)
-
-
-@st.composite
-def some_positions(draw, kind, at, count, n):
-    if kind == "range":
-        return range(min(count, n)) if min(count, n) == count else [0] * count
-    found = draw(st.lists(at, min_size=count, max_size=count))
-    if kind == "list":
-        return found
-    tensor = torch.tensor(found, dtype=draw(st.sampled_from([torch.int64, torch.int32])))
-    return tensor.unsqueeze(0) if draw(st.booleans()) else tensor
-
-
-def one_position(part, size):
-    if isinstance(part, list | range):
-        return list(part)[:1]
-    if isinstance(part, torch.Tensor) and part.dtype is not torch.bool and part.ndim:
-        return part[..., :1]
-    return part
-
-
-def consumed(part):
-    if part is None or part is ...:
-        return 0
-    return part.ndim if isinstance(part, torch.Tensor) and part.dtype is torch.bool else 1
-
-
-def shape_size(shape):
-    return torch.Size(shape).numel()
-
-
-@st.composite
-def trees_and_indices(draw, **kwargs):
-    size = draw(sizes())
-    td = draw(trees(batch_size=size, names=draw(st.booleans()), **kwargs))
-    return td, draw(indices(size))
-
-
 @given(trees_and_indices())
 def test_an_index_does_to_every_leaf_what_torch_does_to_a_tensor_of_the_batch_shape(case):
     assert_indexed(*case)
-
-
-@given(trees_and_indices(ties=False), st.booleans())
-def test_a_tree_written_at_an_index_lands_where_torch_puts_it(case, as_mapping):
-    td, index = case
-    value = td[index].apply(lambda x: ~x if x.dtype is torch.bool else x + 1)
-    want = {path: write(leaf, td.batch_dims, index, value[path]) for path, leaf in flat(td).items()}
-    before = flat(td)
-    td[index] = value.to_dict() if as_mapping else value
-    for path, leaf in flat(td).items():
-        assert leaf is before[path]
-        torch.testing.assert_close(leaf, want[path], rtol=0, atol=0)
-
-
-@given(trees_and_indices(ties=False))
-def test_a_number_written_at_an_index_reaches_every_leaf(case):
-    td, index = case
-    want = {
-        path: write(leaf, td.batch_dims, index, torch.ones(leaf.shape[td.batch_dims :]).to(leaf))
-        for path, leaf in flat(td).items()
-    }
-    td[index] = 1
-    for path, leaf in flat(td).items():
-        torch.testing.assert_close(leaf, want[path], rtol=0, atol=0)
 
 
 # -- reading by key --------------------------------------------------------------------------
@@ -179,10 +52,7 @@ def test_a_number_written_at_an_index_reaches_every_leaf(case):
 
 @pytest.fixture
 def td():
-    return TensorDict(
-        {"a": torch.arange(24.0).reshape(3, 4, 2), "b": {"c": torch.arange(12).reshape(3, 4)}},
-        [3, 4],
-    )
+    return make()
 
 
 def test_a_str_or_a_tuple_of_str_is_a_key(td):
@@ -213,18 +83,7 @@ def test_a_key_that_holds_something_else_than_str_says_what_a_key_is(td):
         td["a", 0]
 
 
-def test_a_value_for_a_key_is_set(td):
-    td["b", "d"] = torch.zeros(3, 4)
-    td["e"] = {"f": torch.ones(3, 4)}
-    assert td["b", "d"].sum() == 0
-    assert td["e", "f"].sum() == 12
-    with pytest.raises(LockedError, match="cannot set 'x': the tree is locked"):
-        td.lock_()["x"] = torch.zeros(3, 4)
-
-
 # -- kinds of indices ------------------------------------------------------------------------
-
-MASK = torch.tensor([[True, False, True, False], [False] * 4, [True] * 4])
 
 
 @pytest.mark.parametrize(
@@ -460,129 +319,7 @@ def test_a_negative_step_is_refused(td):
         td[::-1]
 
 
-# -- writing ---------------------------------------------------------------------------------
-
-
-def test_a_locked_tree_can_be_written_at_an_index(td):
-    td.lock_()
-    td[0] = 5
-    td[1:] = td[1:] * 0
-    assert td["a"].sum() == 5 * 8
-    assert td["b", "c"].sum() == 5 * 4
-
-
-def test_a_mapping_with_numbers_lists_and_key_tuples_is_written(td):
-    td[0, 0] = {"a": [1.0, 2.0], ("b", "c"): 3}
-    assert td["a"][0, 0].tolist() == [1, 2]
-    assert td["b", "c"][0, 0] == 3
-
-
-def test_a_list_or_an_array_goes_to_every_leaf(td):
-    np = pytest.importorskip("numpy")
-    flat_td = TensorDict({"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.int64)}, [3])
-    flat_td[1:] = [1, 2]
-    assert flat_td["a"].tolist() == flat_td["b"].tolist() == [0, 1, 2]
-    flat_td[[0, 1]] = np.array([5.0, 6.0])
-    assert flat_td["a"].tolist() == flat_td["b"].tolist() == [5, 6, 2]
-
-
-def test_a_tensor_goes_to_every_leaf_with_the_broadcasting_of_torch():
-    for index in (1, slice(1, None), [1, 2], torch.tensor([False, True, True])):
-        td = TensorDict({"x": torch.zeros(3, 4, 2), "y": torch.zeros(3, 2)}, [3])
-        x, y = td["x"].clone(), td["y"].clone()
-        for value in (torch.tensor([1.0, 2.0]), torch.tensor([[3.0]]), torch.tensor(4)):
-            td[index] = value
-            x[index] = y[index] = value.float()
-            assert torch.equal(td["x"], x)
-            assert torch.equal(td["y"], y)
-
-
-def test_keys_that_do_not_match_are_all_listed_and_nothing_is_written(td):
-    before = td.clone()
-    value = {"a": torch.ones(4, 2), "b": {"d": torch.ones(4)}, "e": 1}
-    with pytest.raises(
-        MissingKeyError,
-        match=r"value lacks \[\('b', 'c'\)\]; the tree lacks \['e', \('b', 'd'\)\]; nothing was",
-    ):
-        td[0] = value
-    assert torch.equal(before, td)
-
-
-def test_a_leaf_for_a_branch_is_refused(td):
-    with pytest.raises(MissingKeyError, match=r"on one side and a leaf on the other: \['a', 'b'\]"):
-        td[0] = {"a": {}, "b": torch.ones(4)}
-
-
-def test_shapes_that_do_not_broadcast_are_all_listed_and_nothing_is_written(td):
-    before = td.clone()
-    for index in (0, [0], torch.tensor([True, False, False])):
-        value = {"a": torch.ones(3, 2), "b": {"c": torch.ones(7)}}
-        with pytest.raises(
-            RuntimeError, match=r"'a': \(3, 2\) into .*; \('b', 'c'\): \(7,\) into .*nothing was"
-        ):
-            td[index] = value
-        assert torch.equal(before, td)
-        with pytest.raises(RuntimeError, match=r"'a': \(5,\) into .*\('b', 'c'\): \(5,\) into"):
-            td[index] = torch.ones(5)
-        assert torch.equal(before, td)
-
-
-def test_a_number_that_one_leaf_cannot_hold_is_written_to_none():
-    td = TensorDict({"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.uint8)}, [3])
-    with pytest.raises(RuntimeError, match="without overflow"):
-        td[0] = 300
-    assert td["a"].sum() == 0
-
-
-def test_what_is_no_value_is_refused(td):
-    with pytest.raises(TypeError, match="cannot write str at an index"):
-        td[0] = "text"
-    with pytest.raises(TypeError, match="cannot write NoneType at an index"):
-        td[0] = None
-
-
-def test_other_dtypes_are_cast_at_any_kind_of_index(td):
-    for index in (0, [0], torch.tensor([True, False, False])):
-        td[index] = {"a": torch.tensor(3), "b": {"c": torch.tensor([4.0])}}
-        assert (td["a"][0] == 3).all()
-        assert (td["b", "c"][0] == 4).all()
-        td[index] = torch.tensor(7)
-        assert (td["a"][0] == 7).all()
-
-
-def test_the_batch_dims_of_a_tree_never_meet_further_dims():
-    td = TensorDict({"x": torch.zeros(3, 3)}, [3])
-    td[:] = TensorDict({"x": torch.arange(3.0)}, [3])
-    assert td["x"].tolist() == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
-    td[[0, 1, 2]] = TensorDict({"x": torch.arange(3.0)}, [])  # these are further dims
-    assert td["x"].tolist() == [[0, 1, 2]] * 3
-
-
-def test_leading_dims_of_size_one_do_not_count():
-    td = TensorDict({"x": torch.zeros(3, 2)}, [3])
-    for index in (0, [0]):
-        td[index] = TensorDict({"x": torch.ones(1, 1, 2)}, [1, 1])
-        assert td["x"].tolist() == [[1, 1], [0, 0], [0, 0]]
-
-
-def test_writing_a_whole_tree_without_batch_dims():
-    td = TensorDict({"x": torch.zeros(3)})
-    td[...] = {"x": torch.ones(3)}
-    assert td["x"].tolist() == [1, 1, 1]
-    td[()] = 2
-    assert td["x"].tolist() == [2, 2, 2]
-
-
-def test_gradients_flow_through_a_write():
-    for index in (0, [0]):
-        value = torch.ones(2, requires_grad=True)
-        td = TensorDict({"x": torch.zeros(3, 2)}, [3])
-        td[index] = TensorDict({"x": value})
-        (td["x"] * 3).sum().backward()
-        assert value.grad.tolist() == [3, 3]
-
-
-# -- get_at and set_at_ ----------------------------------------------------------------------
+# -- get_at ----------------------------------------------------------------------------------
 
 
 def test_get_at_indexes_the_entry(td):
@@ -591,20 +328,6 @@ def test_get_at_indexes_the_entry(td):
     assert td.get_at("b", 0).batch_size == (4,)
     assert td.get_at("zzz", 0) is None
     assert td.get_at("zzz", 0, default=5) == 5
-
-
-def test_set_at_writes_into_the_entry(td):
-    leaf = td.lock_()["a"]
-    assert td.set_at_("a", torch.ones(2), (0, 0)) is td
-    assert td["a"] is leaf
-    assert leaf[0, 0].tolist() == [1, 1]
-    td.set_at_("b", {"c": 5}, 0)
-    td.set_at_(("b", "c"), [6, 6, 6, 6], index=1, non_blocking=True)
-    assert td["b", "c"][:2].tolist() == [[5] * 4, [6] * 4]
-    with pytest.raises(MissingKeyError, match="no 'zzz'"):
-        td.set_at_("zzz", 1, 0)
-    with pytest.raises(TypeError, match="cannot write str"):
-        td.set_at_("a", "text", 0)
 
 
 # -- gather and where ------------------------------------------------------------------------
@@ -674,35 +397,6 @@ def test_where_refuses_what_does_not_fit(td):
 
 
 # -- compiled --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "index", [0, slice(1, 3), (slice(None), 1), [0, 2], (..., None), torch.tensor([0, 1]), None]
-)
-def test_reading_and_writing_trace(td, index):
-    def read_and_write(td, value):
-        part = td[index]
-        td[index] = part * 2
-        td[0] = value
-        return part + 1
-
-    eager, traced = td.clone(), td.clone()
-    compiled = torch.compile(read_and_write, fullgraph=True, backend="eager")
-    want, found = read_and_write(eager, 5), compiled(traced, 5)
-    assert torch.equal(want, found)
-    assert torch.equal(eager, traced)
-
-
-def test_writing_at_a_mask_traces(td):
-    def fill(td, mask, row):
-        td[mask] = 0
-        td[mask] = row
-        return td
-
-    mask = torch.tensor([True, False, True])
-    want = fill(td.clone(), mask, td[1])
-    compiled = torch.compile(fill, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(td.clone(), mask, td[1]), want)
 
 
 def test_indexing_does_not_recompile_for_other_values(td):
