@@ -148,13 +148,8 @@ class Entries(TensorDictBase):
         """
         if strict:
             self._require(keys)
-        wanted = _as_spec(keys)
-        if not inplace:
-            return cast(Self, _picked(self, wanted))
-        refills: Refills = []
-        _keep_only(self, wanted, refills)
-        _refill_all(refills, "select in place from")
-        return self
+        picked = _picked(self, _as_spec(keys))
+        return self._shrunk(picked, "select in place from") if inplace else cast(Self, picked)
 
     def exclude(self, *keys: NestedKey, inplace: bool = False) -> Self:
         """Return a tree without these entries; the others are not copied.
@@ -171,13 +166,8 @@ class Entries(TensorDictBase):
             >>> list(td.exclude("a", ("b", "d")).keys(True, True))
             [('b', 'c')]
         """
-        unwanted = _as_spec(keys)
-        if not inplace:
-            return cast(Self, _without(self, unwanted))
-        refills: Refills = []
-        _remove(self, unwanted, refills)
-        _refill_all(refills, "exclude in place from")
-        return self
+        left = _without(self, _as_spec(keys))
+        return self._shrunk(left, "exclude in place from") if inplace else cast(Self, left)
 
     def split_keys(
         self,
@@ -320,6 +310,12 @@ class Entries(TensorDictBase):
 
     # -- helpers -------------------------------------------------------------------------------
 
+    def _shrunk(self, like: TensorDictBase, action: str) -> Self:
+        refills: Refills = []
+        _shrink(self, like, refills)
+        _refill_all(refills, action)
+        return self
+
     def _require(self, keys: Sequence[NestedKey]) -> None:
         missing = [key for key in keys if key not in self]
         if len(missing) == 1:
@@ -381,30 +377,14 @@ def _picked(node: TensorDictBase, wanted: dict[str, Any]) -> Any:
 Refills: TypeAlias = list[tuple[TensorDictBase, dict[str, Any]]]
 
 
-def _keep_only(node: TensorDictBase, wanted: dict[str, Any], refills: Refills) -> None:
-    """Note what ``node`` and the branches below it shall still hold."""
-    kept = {}
-    for key, value in node._data.items():
-        if key in wanted:
-            branch = isinstance(value, TensorDictBase)
-            if branch or not wanted[key]:
-                kept[key] = value
-            if branch and wanted[key]:
-                _keep_only(value, wanted[key], refills)
-    refills.append((node, kept))
-
-
-def _remove(node: TensorDictBase, unwanted: dict[str, Any], refills: Refills) -> None:
-    """Note what ``node`` and the branches below it hold without the unwanted entries."""
-    kept = {}
-    for key, value in node._data.items():
-        if key not in unwanted:
-            kept[key] = value
-        elif unwanted[key]:
-            kept[key] = value
-            if isinstance(value, TensorDictBase):
-                _remove(value, unwanted[key], refills)
-    refills.append((node, kept))
+def _shrink(node: TensorDictBase, like: TensorDictBase, refills: Refills) -> None:
+    """Note that ``node`` and its branches shall hold no more than those of ``like`` do."""
+    kept = {key: node._data[key] for key in like._data}
+    if len(kept) < len(node._data):
+        refills.append((node, kept))
+    for key, value in kept.items():
+        if isinstance(value, TensorDictBase):
+            _shrink(value, like._data[key], refills)
 
 
 def _refill_all(refills: Refills, action: str) -> None:
