@@ -152,8 +152,7 @@ def missing_inputs(
         turned: the names of its arguments are there instead.
     """
     there = [as_key(path) for path, _ in tree._leaves()]
-    near = [wish(key, tree) for key in missing]
-    gone = ", ".join([f"{key!r}{hint}" for key, hint in zip(missing, near, strict=True)])
+    gone = ", ".join([f"{key!r}{hint_in(key, tree)}" for key in missing])
     advice = (
         "; a dict of in_keys goes from arguments to keys, unless out_to_in_map=False"
         if turned
@@ -213,15 +212,15 @@ def nested_output(who: str, key: NestedKey, value: Sequence[Any]) -> TypeError:
 def lost_outputs(who: str, keys: Sequence[NestedKey], tree: TensorDictBase) -> MissingKeyError:
     """Return the error for outputs that a module should have written and did not."""
     there = [as_key(path) for path, _ in tree._leaves()]
-    gone = ", ".join([f"{key!r}{wish(key, tree)}" for key in keys])
+    gone = ", ".join([f"{key!r}{hint_in(key, tree)}" for key in keys])
     return MissingKeyError(Told(f"{who} did not write {gone}; it returned {listing(there)}"))
 
 
-def wish(key: NestedKey, tree: TensorDictBase) -> str:
+def hint_in(key: NestedKey, tree: TensorDictBase) -> str:
     """Return ``" (did you mean 'obs'?)"`` for the entry nearest to a key that is not there.
 
     Example:
-        >>> wish("obs", TensorDict({"agent": {"obs": 1}}))
+        >>> hint_in("obs", TensorDict({"agent": {"obs": 1}}))
         " (did you mean ('agent', 'obs')?)"
     """
     path = as_path(key)

@@ -13,12 +13,12 @@ from tdnn._keys import NestedKey, as_key, as_path, hint, listing
 from tdnn.nn._faults import name_of
 from tdnn.tensordict import TensorDict
 
-__all__ = ["OutKeys", "TensorDictModuleBase", "WrapModule", "draw_anew", "normal_keys", "picture"]
+__all__ = ["OutKeys", "TensorDictModuleBase", "WrapModule", "as_call", "draw_anew", "normal_keys"]
 
 OutKeys: TypeAlias = NestedKey | Sequence[NestedKey]
 
 _WIDTH = 88  # of a picture on one line
-_TRY = "a key is a str or a non-empty tuple of str"
+_KEY_RULE = "a key is a str or a non-empty tuple of str"
 
 
 class TensorDictModuleBase(nn.Module):
@@ -90,7 +90,7 @@ class TensorDictModuleBase(nn.Module):
             >>> module(torch.zeros(2))
             tensor([2., 2.])
         """
-        kept = self._known(out_keys)
+        kept = self._checked_selection(out_keys)
         source = self.reset_out_keys().out_keys
         self.out_keys = kept
         self._selection = (source, self.register_forward_hook(_drop_unselected))
@@ -113,7 +113,7 @@ class TensorDictModuleBase(nn.Module):
             self._selection = None
         return self
 
-    def _known(self, out_keys: Sequence[NestedKey]) -> list[NestedKey]:
+    def _checked_selection(self, out_keys: Sequence[NestedKey]) -> list[NestedKey]:
         """Return the keys of a selection, normalised, after checking that each is an output."""
         chosen = normal_keys(list(out_keys), "out_keys", self._title())
         source = self.out_keys_source
@@ -260,7 +260,7 @@ class WrapModule(TensorDictModuleBase):
             raise TypeError(f"WrapModule wraps a function of a tree, not {func!r}")
         self.func = func
         self.inplace = inplace
-        self.says_its_keys = in_keys is not None and out_keys is not None
+        self._says_keys = in_keys is not None and out_keys is not None
         self.in_keys = normal_keys([] if in_keys is None else in_keys, "in_keys", self._title())
         self.out_keys = normal_keys([] if out_keys is None else out_keys, "out_keys", self._title())
 
@@ -281,14 +281,14 @@ class WrapModule(TensorDictModuleBase):
     def __repr__(self) -> str:
         func = repr(self.func) if isinstance(self.func, nn.Module) else name_of(self.func)
         keys = [f"in_keys={self.in_keys!r}", f"out_keys={self.out_keys!r}"]
-        return picture(type(self).__name__, [func, *(keys if self.says_its_keys else [])])
+        return as_call(type(self).__name__, [func, *(keys if self._says_keys else [])])
 
 
-def picture(name: str, parts: Sequence[str]) -> str:
+def as_call(name: str, parts: Sequence[str]) -> str:
     """Return ``name(parts)``: on one line if it fits, else each part on a line.
 
     Example:
-        >>> picture("f", ["a", "b"])
+        >>> as_call("f", ["a", "b"])
         'f(a, b)'
     """
     line = f"{name}({', '.join(parts)})"
@@ -303,7 +303,7 @@ def normal_keys(keys: Any, what: str, who: str) -> list[NestedKey]:
     if isinstance(keys, str | tuple):
         keys = [keys]
     if not isinstance(keys, Sequence):
-        raise TypeError(f"{who}: {what} is a key or a list of keys, not {keys!r}; {_TRY}")
+        raise TypeError(f"{who}: {what} is a key or a list of keys, not {keys!r}; {_KEY_RULE}")
     normal: list[NestedKey] = []
     wrong = []
     for key in keys:
@@ -312,5 +312,5 @@ def normal_keys(keys: Any, what: str, who: str) -> list[NestedKey]:
         except TypeError:
             wrong.append(key)
     if wrong:
-        raise TypeError(f"{who}: {what} {listing(keys)} has {listing(wrong)}; {_TRY}")
+        raise TypeError(f"{who}: {what} {listing(keys)} has {listing(wrong)}; {_KEY_RULE}")
     return normal

@@ -79,15 +79,15 @@ def dispatch(
         tensor([1., 1.])
     """
     if callable(separator):
-        return _decorate(separator, _Form("_", source, dest, auto_batch_size))
-    form = _Form(separator, source, dest, auto_batch_size)
-    return lambda func: _decorate(func, form)
+        return _decorate(separator, _Dispatcher("_", source, dest, auto_batch_size))
+    dispatcher = _Dispatcher(separator, source, dest, auto_batch_size)
+    return lambda func: _decorate(func, dispatcher)
 
 
-def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
+def _decorate(func: Callable[..., Any], dispatcher: "_Dispatcher") -> Callable[..., Any]:
     names = list(signature(func).parameters)
     if names[:1] == ["tensordict"]:
-        if isinstance(form.source, str) or isinstance(form.dest, str):
+        if isinstance(dispatcher.source, str) or isinstance(dispatcher.dest, str):
             raise TypeError(
                 f"dispatch: {func.__qualname__} is no method, so it has no attributes to read "
                 "keys from; give source=[...] and dest=[...]"
@@ -95,10 +95,10 @@ def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
 
         @wraps(func)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if _is_direct(form.source, args, kwargs):
+            if _is_direct(dispatcher.source, args, kwargs):
                 return func(*args, **kwargs)
-            tree = form.gather(func, form.source, args, kwargs)
-            return form.results(func, form.dest, func(tree, **kwargs))
+            tree = dispatcher.gather(func, dispatcher.source, args, kwargs)
+            return dispatcher.results(func, dispatcher.dest, func(tree, **kwargs))
 
         return function
     if names[1:2] != ["tensordict"]:
@@ -107,8 +107,8 @@ def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
             f"'tensordict', found {names}"
         )
 
-    source_name = form.source if isinstance(form.source, str) else None
-    dest_name = form.dest if isinstance(form.dest, str) else None
+    source_name = dispatcher.source if isinstance(dispatcher.source, str) else None
+    dest_name = dispatcher.dest if isinstance(dispatcher.dest, str) else None
 
     @wraps(func)
     def method(self: Any, tensordict: Any = None, /, *args: Any, **kwargs: Any) -> Any:
@@ -117,15 +117,15 @@ def _decorate(func: Callable[..., Any], form: "_Form") -> Callable[..., Any]:
             if not args and not kwargs:
                 return func(self, tensordict)
             return func(self, tensordict, *args, **kwargs)
-        source = getattr(self, source_name) if source_name else form.source
+        source = getattr(self, source_name) if source_name else dispatcher.source
         if tensordict is not None or args:
             args = (tensordict, *args)
         elif "tensordict" in kwargs and _is_direct(source, args, kwargs):
             return func(self, **kwargs)
-        tree = form.gather(self, source, args, kwargs)
+        tree = dispatcher.gather(self, source, args, kwargs)
         out = func(self, tree, **kwargs) if kwargs else func(self, tree)
-        dest = getattr(self, dest_name) if dest_name else form.dest
-        return form.results(self, dest, out)
+        dest = getattr(self, dest_name) if dest_name else dispatcher.dest
+        return dispatcher.results(self, dest, out)
 
     method.__signature__ = _without_need(func)  # type: ignore[attr-defined]  # functions take any
     return method
@@ -150,7 +150,7 @@ def _is_direct(source: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return isinstance(kwargs.get("tensordict"), TensorDictBase) and "tensordict" not in source
 
 
-class _Form:
+class _Dispatcher:
     """How the arguments of a call become a tree, and the tree that comes back its result."""
 
     __slots__ = ("auto_batch_size", "dest", "separator", "source")

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, as_key, listing
 from tdnn.nn._faults import Told, arguments_in_words, place, title
-from tdnn.nn.base import TensorDictModuleBase, draw_anew, picture
+from tdnn.nn.base import TensorDictModuleBase, as_call, draw_anew
 from tdnn.nn.dispatch import dispatch
 from tdnn.nn.module import write
 from tdnn.nn.params import TensorDictParams
@@ -309,7 +309,7 @@ class EnsembleModule(TensorDictModuleBase):
     def __repr__(self) -> str:
         parts = [f"module={self._shell!r}", f"num_copies={self.num_copies}"]
         parts += [f"{name}=False" for name in ("expand_input", "vectorize") if not vars(self)[name]]
-        return picture(type(self).__name__, parts)
+        return as_call(type(self).__name__, parts)
 
 
 # -- what a member returns ---------------------------------------------------------------------

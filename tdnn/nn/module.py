@@ -21,7 +21,7 @@ from tdnn.nn._faults import (
     wrong_count,
 )
 from tdnn.nn._flow import stands_within
-from tdnn.nn.base import OutKeys, TensorDictModuleBase, normal_keys, picture
+from tdnn.nn.base import OutKeys, TensorDictModuleBase, as_call, normal_keys
 from tdnn.nn.dispatch import dispatch
 from tdnn.tensordict import TensorDict
 
@@ -29,7 +29,7 @@ __all__ = ["TensorDictModule", "TensorDictModuleBase", "write"]
 
 InKeys: TypeAlias = NestedKey | Sequence[NestedKey] | Mapping[Any, Any]
 Inplace: TypeAlias = bool | Literal["empty"]
-_Form: TypeAlias = tuple[
+_CallForm: TypeAlias = tuple[
     tuple[NestedKey, ...], tuple[NestedKey, ...], bool, Inplace, dict[str, Any]
 ]
 
@@ -76,12 +76,12 @@ class TensorDictModule(TensorDictModuleBase):
         tensor(2)
     """
 
-    _places: tuple[Any, ...] = (True, False, "empty")  # values of inplace
+    _inplace_choices: tuple[Any, ...] = (True, False, "empty")  # values of inplace
 
     # What a call goes by, in one tuple, which is new whenever any of it changes: the keys to read,
     # the keys to write ("_" for an output that is not), whether the call is module(*inputs) and
     # no more, ``inplace`` and ``get_kwargs``.
-    _form: _Form
+    _form: _CallForm
 
     _in_keys: tuple[NestedKey, ...] = ()
     _out_keys: tuple[NestedKey, ...] = ()
@@ -155,7 +155,7 @@ class TensorDictModule(TensorDictModuleBase):
                     f"{listing(normal)} does not fit, assign a dict from arguments to keys"
                 )
         self._in_keys = tuple(normal)
-        self._reform()
+        self._keys_changed()
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -179,7 +179,7 @@ class TensorDictModule(TensorDictModuleBase):
             )
         self._out_keys = tuple(normal)
         self._selected = None
-        self._reform()
+        self._keys_changed()
 
     @property
     def out_keys_source(self) -> list[NestedKey]:
@@ -187,13 +187,13 @@ class TensorDictModule(TensorDictModuleBase):
         return list(self._out_keys)
 
     def select_out_keys(self, *out_keys: NestedKey) -> Self:  # noqa: D102  # as in the base
-        self._selected = tuple(self._known(out_keys))
-        self._reform()
+        self._selected = tuple(self._checked_selection(out_keys))
+        self._keys_changed()
         return self
 
     def reset_out_keys(self) -> Self:  # noqa: D102  # as in the base
         self._selected = None
-        self._reform()
+        self._keys_changed()
         return self
 
     @property
@@ -204,17 +204,17 @@ class TensorDictModule(TensorDictModuleBase):
     @inplace.setter
     def inplace(self, inplace: Any) -> None:
         self._inplace = self._checked_inplace(inplace)
-        self._reform()
+        self._keys_changed()
 
     def _checked_inplace(self, inplace: Any) -> Any:
-        for choice in self._places:
+        for choice in self._inplace_choices:
             if inplace is choice or (choice == "empty" and inplace == "empty"):
                 return choice
         raise ValueError(
-            f"{self._title()}: inplace is one of {list(self._places)}, not {inplace!r}"
+            f"{self._title()}: inplace is one of {list(self._inplace_choices)}, not {inplace!r}"
         )
 
-    def _reform(self) -> None:
+    def _keys_changed(self) -> None:
         written = self._out_keys
         if self._selected is not None:
             written = tuple([key if key in self._selected else "_" for key in written])
@@ -394,7 +394,7 @@ class TensorDictModule(TensorDictModuleBase):
         parts += [f"in_keys={keys!r}", f"out_keys={self.out_keys!r}"]
         if self._inplace is not True:
             parts.append(f"inplace={self._inplace!r}")
-        return picture(type(self).__name__, parts)
+        return as_call(type(self).__name__, parts)
 
 
 def _at(result: Any, key: NestedKey) -> Any:

@@ -7,6 +7,7 @@ from torch import nn
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, hint, listing
+from tdnn.errors import MissingKeyError
 from tdnn.nn._faults import (
     Told,
     in_words,
@@ -19,7 +20,7 @@ from tdnn.nn._faults import (
     title,
 )
 from tdnn.nn._flow import keys_read, keys_written, reads, touches, writes
-from tdnn.nn.base import TensorDictModuleBase, WrapModule, normal_keys, picture
+from tdnn.nn.base import TensorDictModuleBase, WrapModule, as_call, normal_keys
 from tdnn.nn.dispatch import dispatch
 from tdnn.nn.module import TensorDictModule, write
 from tdnn.tensordict import TensorDict
@@ -80,7 +81,7 @@ class TensorDictSequential(TensorDictModule):
         (True, ['h'])
     """
 
-    _places = (None, True, False, "empty")
+    _inplace_choices = (None, True, False, "empty")
 
     _worked_out: _Keys
 
@@ -96,7 +97,7 @@ class TensorDictSequential(TensorDictModule):
         self.module = nn.ModuleDict(steps) if named else nn.ModuleList(steps.values())
         self.partial_tolerant = partial_tolerant
         self._inplace = self._checked_inplace(inplace)
-        self._reform()
+        self._keys_changed()
         if selected_out_keys is not None:
             self.select_out_keys(*selected_out_keys)
 
@@ -170,7 +171,7 @@ class TensorDictSequential(TensorDictModule):
         self._worked_out = _Keys(forms, self._others(), in_keys, out_keys)
         return self._worked_out
 
-    def _reform(self) -> None:
+    def _keys_changed(self) -> None:
         self._work_out()
 
     @property
@@ -350,7 +351,7 @@ class TensorDictSequential(TensorDictModule):
             known = (
                 f"{listing(names)}{hint(index, names)}" if self._named else "steps without names"
             )
-            raise KeyError(f"{self._title()} has no step {index!r}; it has {known}")
+            raise MissingKeyError(f"{self._title()} has no step {index!r}; it has {known}")
         at = range(len(names))[index] if -len(names) <= index < len(names) else None
         if at is None:
             raise IndexError(f"{self._title()} has no step {index}; it has {len(names)} steps")
@@ -373,7 +374,7 @@ class TensorDictSequential(TensorDictModule):
         checked = dict(_container(steps, self._named)._modules)
         self._steps.clear()
         self._steps.update(checked)
-        self._reform()
+        self._keys_changed()
 
     def _with(self, steps: Steps) -> Self:
         """Return a chain of other steps that is like this one in all else but the selection."""
@@ -386,7 +387,7 @@ class TensorDictSequential(TensorDictModule):
         new._modules.update(self._modules)
         new.module = _container(steps, self._named)
         new._selected = None
-        new._reform()
+        new._keys_changed()
         return new
 
     # -- part of a chain -----------------------------------------------------------------------
@@ -476,7 +477,7 @@ class TensorDictSequential(TensorDictModule):
             parts.append("partial_tolerant=True")
         if self._inplace is not None:
             parts.append(f"inplace={self._inplace!r}")
-        return picture(type(self).__name__, parts)
+        return as_call(type(self).__name__, parts)
 
 
 # -- making steps ------------------------------------------------------------------------------
@@ -510,7 +511,7 @@ def _container(steps: Steps, named: bool) -> nn.Module:
 
 
 def _reading(step: Step, tree: TensorDictBase) -> str:
-    if isinstance(step, WrapModule) and isinstance(step.func, nn.Module) and not step.says_its_keys:
+    if isinstance(step, WrapModule) and isinstance(step.func, nn.Module) and not step._says_keys:
         return (
             f"{title(step)} took the whole tree, {in_words(tree)}; for tensors use "
             f"TensorDictModule({name_of(step.func)}, in_keys, out_keys)"
@@ -532,7 +533,7 @@ def _refuse_unsaid(steps: Steps, who: str) -> None:
     for name, step in steps.items():
         if isinstance(step, TensorDictSequential):
             _refuse_unsaid(step._steps, who)
-        elif isinstance(step, WrapModule) and not step.says_its_keys:
+        elif isinstance(step, WrapModule) and not step._says_keys:
             raise ValueError(
                 f"{who}: cannot select steps, because step {name!r}, {title(step)}, does not say "
                 "what it reads and writes; use WrapModule(func, in_keys=[...], out_keys=[...])"
