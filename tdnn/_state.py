@@ -52,8 +52,8 @@ class States(TensorDictBase):
             {'0.weight': tensor([0., 0.])}
         """
         tree = self if keep_vars else self._rebuild(Tensor.detach, self._batch_size, self._names)
-        state = OrderedDict[str, Any]()
-        known = OrderedDict[str, Any]()
+        state: OrderedDict[str, Any] = OrderedDict()
+        known: OrderedDict[str, Any] = OrderedDict()
         twice: list[str] = []
         _add(tree, prefix, flatten, state, known, twice)
         if destination is None:
@@ -217,7 +217,7 @@ def _refuse_sizes(
         if node is None or node._batch_size == size:
             continue
         if node._lock is not None:
-            raise locked("change the batch size of", as_key(path) if path else "the tree")
+            raise locked(f"change the batch size of {repr(as_key(path)) if path else 'the tree'}")
         faults += [
             f"{as_key(at)!r} of shape {tuple(leaf.shape)} does not begin with {tuple(size)}"
             for at, leaf in node._leaves(path)

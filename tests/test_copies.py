@@ -246,3 +246,14 @@ def test_pinned_leaves_hold_the_same_values():
     found = td.pin_memory()
     assert all(leaf.is_pinned() and torch.equal(leaf, td[at]) for at, leaf in flat(found).items())
     assert torch.equal(found.to("cuda", non_blocking=True)["a"].cpu(), td["a"])
+
+
+def test_making_and_emptying_a_plain_tree_traces():
+    def act(td):
+        made = td.to_tensordict()
+        key, last = made.popitem()
+        return made.clear().set(key, last["v"] + 1)
+
+    found = torch.compile(act, backend="eager", fullgraph=True)(make())
+    assert found.to_dict().keys() == {"b"}
+    assert found["b"].tolist() == [1, 1]
