@@ -10,7 +10,6 @@ from tdnn._declared import as_device, as_size
 from tdnn._keys import Path, as_key
 from tdnn._marks import KEEP, NO_DEFAULT
 from tdnn._ties import Write, write
-from tdnn.errors import MissingKeyError
 
 __all__ = ["Apply"]
 
@@ -45,7 +44,8 @@ class Apply(TensorDictBase):
             device: the device of the result, or None for none.
             names: the names of the batch dims of the result.
             inplace: copy the results into this tree's leaves, and return this tree.
-            default: passed to ``fn`` for a leaf that one of ``others`` lacks.
+            default: passed to ``fn`` for a leaf that one of ``others`` lacks; what only they
+                have is then passed over.
             filter_empty: drop empty branches from the result (True), keep them (False), or drop
                 only those that ``fn`` emptied (None).
             propagate_lock: lock the result if this tree is locked.
@@ -57,7 +57,8 @@ class Apply(TensorDictBase):
             (and ``filter_empty`` is not False).
 
         Raises:
-            MissingKeyError: one of ``others`` lacks a key and there is no ``default``.
+            MissingKeyError: one of ``others`` has other keys and there is no ``default``; all are
+                listed, and ``fn`` was not called.
             ValueError: a result does not begin with the batch size.
 
         Example:
@@ -130,11 +131,15 @@ class Apply(TensorDictBase):
         inplace: bool,
         propagate_lock: bool,
     ) -> Self | None:
-        for other in others:
+        for at, other in enumerate(others):
             if not isinstance(other, TensorDictBase):
                 raise TypeError(
                     f"apply pairs this tree with other trees, not {type(other).__name__}"
                 )
+            if run.default is NO_DEFAULT and not run.matches(self, other):
+                err = self._unpaired(other)
+                err.add_note(f"the second is others[{at}]; pass default= for what a tree may lack")
+                raise err
         if batch_size is not None:
             run.batch_size = as_size(batch_size)
         if device is not KEEP:
@@ -194,21 +199,28 @@ class _Run:
             return self.fn(as_key(path) if self.whole_key else path[-1], leaf, *rest)
         return self.fn(leaf, *rest)
 
-    def paired(self, path: Path, others: tuple[Any, ...]) -> list[Any]:
-        """Return what stands at the last step of ``path`` in each of the other trees."""
-        key, found = path[-1], []
-        for other in others:
-            data = other._data if isinstance(other, TensorDictBase) else {}
-            if key in data:
-                found.append(data[key])
-            elif self.default is NO_DEFAULT:
-                raise MissingKeyError(
-                    f"{as_key(path)!r} is missing in one of the other trees; "
-                    "pass default= to call the function with that"
-                )
-            else:
-                found.append(self.default)
-        return found
+    def matches(self, node: TensorDictBase, other: Any) -> bool:
+        """Return whether another tree has the keys of this one, wherever this one is entered."""
+        if not isinstance(other, TensorDictBase) or other._data.keys() != node._data.keys():
+            return False
+        return all(
+            [
+                self.matches(value, other._data[key])
+                if self.enters(value)
+                else isinstance(value, TensorDictBase)
+                is isinstance(other._data[key], TensorDictBase)
+                for key, value in node._data.items()
+            ]
+        )
+
+    def paired(self, key: str, others: tuple[Any, ...]) -> list[Any]:
+        """Return what the other nodes have at a key."""
+        return [
+            other._data.get(key, self.default)
+            if isinstance(other, TensorDictBase)
+            else self.default
+            for other in others
+        ]
 
     def new(
         self, node: TensorDictBase, others: tuple[Any, ...], above: Path
@@ -221,7 +233,7 @@ class _Run:
             result._device = self.device
         for key, value in node._data.items():
             path = (*above, key)
-            rest = self.paired(path, others)
+            rest = self.paired(key, others)
             if self.enters(value):
                 below = self.new(value, tuple(rest), path)
                 if below is not None:
@@ -245,7 +257,7 @@ class _Run:
     ) -> None:
         for key, value in node._data.items():
             path = (*above, key)
-            rest = self.paired(path, others)
+            rest = self.paired(key, others)
             if self.enters(value):
                 self._gather(value, tuple(rest), path, writes)
                 continue

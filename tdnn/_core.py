@@ -371,7 +371,7 @@ class TensorDictBase(Declared):
             return self.set_(key, item, non_blocking=non_blocking)
         node, way = self._home(as_path(key))
         if node._lock is not None:
-            raise locked("set", key)
+            raise locked(f"set {key!r}")
         value = node._admit(item, key, non_blocking)
         if isinstance(value, TensorDictBase):
             node._refuse_cycle(value, key)
@@ -452,7 +452,7 @@ class TensorDictBase(Declared):
         self._entry(path)
         node, way = self._home(path)
         if node._lock is not None:
-            raise locked("delete", key)
+            raise locked(f"delete {key!r}")
         node._drop(way[0])
 
     def del_(self, key: NestedKey) -> Self:

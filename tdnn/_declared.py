@@ -28,7 +28,7 @@ class Declared(Lockable):
     @batch_size.setter
     def batch_size(self, size: Sequence[int] | int) -> None:
         if self._lock is not None and as_size(size) != self._batch_size:
-            raise locked("change the batch size of", "the tree")
+            raise locked("change the batch size of the tree")
         self._set_batch_size(as_size(size))
 
     shape = batch_size
@@ -81,7 +81,7 @@ class Declared(Lockable):
         plan: list[tuple[Declared, torch.Size]] = []
         self._plan_sizes(batch_dims, batch_dims if keep_compliant_size else None, plan, top=True)
         if any([node._lock is not None and node._batch_size != size for node, size in plan]):
-            raise locked("change the batch size of", "the tree")
+            raise locked("change the batch size of the tree")
         for node, size in plan:
             node._declare(size)
         return self

@@ -57,7 +57,7 @@ class Lenses(TensorDictBase):
             [('0', 'bias'), ('stem', 'weight')]
         """
         if inplace and self._lock is not None:
-            raise locked("flatten", "the tree")
+            raise locked("flatten the tree")
         _require_text(separator)
         flat: dict[str, Any] = {}
         if not _flatten(self._data, "", separator, flat, is_leaf):
@@ -99,7 +99,7 @@ class Lenses(TensorDictBase):
             ['0.weight']
         """
         if inplace and self._lock is not None:
-            raise locked("unflatten", "the tree")
+            raise locked("unflatten the tree")
         _require_text(separator)
         if not separator:
             raise ValueError("a separator to split keys at has at least one character")
@@ -483,7 +483,7 @@ class _WriteBack:
         """Refill the branches that change; nothing changes if one is locked."""
         changed = [(node, data) for node, data in self._settled if not _same(node._data, data)]
         if any(node._lock is not None for node, _ in changed):
-            raise locked("write the view back to", "the tree")
+            raise locked("write the view back to the tree")
         for node, data in changed:
             node._refill(data)
 

@@ -3,7 +3,6 @@
 import weakref
 from typing import Any, Self, cast
 
-from tdnn._keys import NestedKey
 from tdnn._node import Node, Scope
 from tdnn.errors import LockedError
 
@@ -156,8 +155,9 @@ class _Relock(Scope):
             cast(Lockable, branch)._hold(None)
 
 
-def locked(action: str, key: NestedKey) -> LockedError:
+def locked(action: str) -> LockedError:
+    """Return the error for an action, such as ``"set 'a'"``, that a lock forbids."""
     return LockedError(
-        f"cannot {action} {key!r}: the tree is locked; use unlock_() first, "
+        f"cannot {action}: the tree is locked; use unlock_() first, "
         "or write into the existing tensors with set_() or update_()"
     )

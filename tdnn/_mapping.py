@@ -72,7 +72,7 @@ class Entries(TensorDictBase):
             ([], torch.Size([3]))
         """
         if self._lock is not None:
-            raise locked("clear", "the tree")
+            raise locked("clear the tree")
         self._refill({})
         return self
 
@@ -114,7 +114,7 @@ class Entries(TensorDictBase):
         inside = new[: len(old)] == old
         home, way = (source, new[len(old) - 1 :]) if inside else self._home(new)
         if source._lock is not None or home._lock is not None:
-            raise locked("rename", old_key)
+            raise locked(f"rename {old_key!r}")
         if safe is not False and not inside and len(way) == 1 and way[0] in home._data:
             raise KeyConflictError(
                 f"cannot rename {old_key!r} to {new_key!r}, which is taken; "
@@ -149,7 +149,7 @@ class Entries(TensorDictBase):
         if strict:
             self._require(keys)
         picked = _picked(self, _as_spec(keys))
-        return self._shrunk(picked, "select in place from") if inplace else cast(Self, picked)
+        return self._shrunk(picked, "select in place") if inplace else cast(Self, picked)
 
     def exclude(self, *keys: NestedKey, inplace: bool = False) -> Self:
         """Return a tree without these entries; the others are not copied.
@@ -167,7 +167,7 @@ class Entries(TensorDictBase):
             [('b', 'c')]
         """
         left = _without(self, _as_spec(keys))
-        return self._shrunk(left, "exclude in place from") if inplace else cast(Self, left)
+        return self._shrunk(left, "exclude in place") if inplace else cast(Self, left)
 
     def split_keys(
         self,
@@ -205,7 +205,7 @@ class Entries(TensorDictBase):
             (['a'], ['c'], ['d'])
         """
         if inplace and self._lock is not None:
-            raise locked("split in place", "the tree")
+            raise locked("split in place")
         rest = self._shallow_copy()
         parts, taken, missing = [], [], []
         for keys in key_sets:
@@ -225,7 +225,7 @@ class Entries(TensorDictBase):
             )
         last = self if inplace else rest
         if any(last._home(path)[0]._lock is not None for path in taken):
-            raise locked("split in place", "a branch")
+            raise locked("split a branch in place")
         for path in taken:
             if inplace:
                 del last[path]
@@ -390,7 +390,7 @@ def _shrink(node: TensorDictBase, like: TensorDictBase, refills: Refills) -> Non
 def _refill_all(refills: Refills, action: str) -> None:
     """Make the changes, unless one of the nodes is locked."""
     if any(node._lock is not None for node, _ in refills):
-        raise locked(action, "the tree")
+        raise locked(action)
     for node, kept in refills:
         node._refill(kept)
 

@@ -75,7 +75,7 @@ class Masks(TensorDictBase):
         if not inplace:
             return found
         if self._lock is not None or self._locked_branches():
-            raise locked("select in place from", "the tree")
+            raise locked("select in place")
         _become(self, found)
         return self
 

@@ -295,7 +295,7 @@ class _Update:
                 )
         key = as_key(above + way) if above else as_key(way)
         if home._lock is not None:
-            raise locked("set", key)
+            raise locked(f"set {key!r}")
         value = home._admit(value, key, self._non_blocking)
         if isinstance(value, TensorDictBase):
             home._refuse_cycle(value, key)

@@ -53,7 +53,7 @@ def test_named_apply_gives_the_last_part_or_the_whole_key(td):
 
 def test_other_trees_are_paired_by_key():
     one = make()
-    two = TensorDict({"f": {}, "b": {"d": {"e": 30.0}, "c": 20.0}, "a": 10.0, "more": 5.0})
+    two = TensorDict({"f": {}, "b": {"d": {"e": 30.0}, "c": 20.0}, "a": 10.0})
     assert one.apply(lambda x, y, z: x + y + z, two, two).to_dict() == {
         "a": 21,
         "b": {"c": 42, "d": {"e": 63}},
@@ -63,12 +63,23 @@ def test_other_trees_are_paired_by_key():
     assert named["b"].to_dict() == {"c": 2, "d": {"e": 30}}
 
 
-def test_a_leaf_that_another_tree_lacks_is_an_error_or_the_default():
-    td, other = make(), TensorDict({"a": 1.0})
-    with pytest.raises(MissingKeyError, match="'b' is missing in one of the other trees; pass def"):
-        td.apply(torch.add, other)
-    with pytest.raises(MissingKeyError, match=r"\('b', 'd'\) is missing in one of the other trees"):
-        td.apply(torch.add, TensorDict({"a": 1.0, "b": {"c": 1.0}}))
+@pytest.mark.parametrize("inplace", [False, True])
+def test_trees_with_other_keys_are_refused_before_the_function_is_called(inplace):
+    td, called = make(), []
+    before = state(td)
+    other = make().exclude("a", ("b", "d")).update({"x": 1.0, "b": {"c": {}}})
+    with pytest.raises(
+        MissingKeyError,
+        match=r"only the first has \['a', \('b', 'd'\)\], only the second \['x'\]; "
+        r"a leaf in one and a branch in the other: \[\('b', 'c'\)\]",
+    ) as caught:
+        td.apply(lambda *leaves: called.append(leaves), make(), other, inplace=inplace)
+    assert caught.value.__notes__[0].startswith("the second is others[1]; pass default=")
+    assert (called, state(td)) == ([], before)
+
+
+def test_a_leaf_that_another_tree_lacks_may_be_the_default():
+    td, other = make(), TensorDict({"a": 1.0, "more": 2.0})
     filled = td.apply(lambda x, y: x if y is None else x + y, other, default=None)
     assert filled.to_dict() == {"a": 2, "b": {"c": 2, "d": {"e": 3}}, "f": {}}
     with pytest.raises(TypeError, match="apply pairs this tree with other trees, not dict"):

@@ -162,7 +162,7 @@ def test_branches_that_declare_enough_are_kept():
 
 def test_a_locked_tree_keeps_its_batch_size():
     td = TensorDict({"a": torch.zeros(3, 4), "b": {"c": torch.zeros(3, 4)}}, [3], lock=True)
-    with pytest.raises(LockedError, match="cannot change the batch size of 'the tree'"):
+    with pytest.raises(LockedError, match="cannot change the batch size of the tree"):
         td.auto_batch_size_()
     assert (td.batch_size, td["b"].batch_size) == ((3,), (3,))
     assert td.auto_batch_size_(1) is td

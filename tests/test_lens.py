@@ -162,7 +162,7 @@ def test_a_view_that_is_out_of_date_cannot_be_entered(change):
 def test_a_locked_tree_is_not_changed_in_place(method):
     td = make().lock_()
     before = picture(td)
-    with pytest.raises(LockedError, match=r"cannot (un)?flatten 'the tree': the tree is locked"):
+    with pytest.raises(LockedError, match=r"cannot (un)?flatten the tree: the tree is locked"):
         getattr(td, method)(inplace=True)
     assert picture(td) == before
 

@@ -539,7 +539,7 @@ def test_clear_removes_all_entries_and_nothing_else(td):
 def test_a_locked_tree_keeps_its_entries():
     td = make().lock_()
     before = state(td)
-    with pytest.raises(LockedError, match="cannot clear 'the tree'"):
+    with pytest.raises(LockedError, match="cannot clear the tree"):
         td.clear()
     with pytest.raises(LockedError, match="cannot delete 'f'"):
         td.popitem()
