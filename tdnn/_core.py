@@ -333,28 +333,32 @@ class TensorDictBase(Declared):
         if type(key) is not tuple or not key:
             return False
         node: Any = self
-        depth = 0
-        plain: bool
+        depth, last = 0, len(key) - 1
         try:
-            for step in key[:-1]:
-                below = node._data.get(step)
+            while depth < last:
+                below = node._data.get(key[depth])
                 if below is None:
                     break
                 node = below
                 depth += 1
-            else:
-                # A branch of another class may store it in its own way, as TensorDictParams does.
-                plain = type(key[-1]) is str and type(node) is type(self) and node._takes(item)
-                if plain:
-                    node._data[key[-1]] = item
-                return plain
+            size = node._batch_size
+            if node._lock is not None or node._device is not None:
+                return False
         except (TypeError, AttributeError):
             return False
-        way = key[depth:]
-        plain = as_path(way) is way and node._takes(item)  # no inner tuples
-        if plain:
+        if size and item.shape[: len(size)] != size:
+            return False
+        if depth == last:
+            # A branch of another class may store it in its own way, as TensorDictParams does.
+            if type(key[-1]) is not str or type(node) is not type(self):
+                return False
+            node._data[key[-1]] = item
+        else:
+            way = key[depth:]
+            if as_path(way) is not way:  # it has inner tuples
+                return False
             node._put(way[0], node._wrapped(way, item))
-        return plain
+        return True
 
     def _takes(self, item: Tensor) -> bool:
         """Return whether this node is unlocked and can hold a tensor as it is."""

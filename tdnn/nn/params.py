@@ -90,6 +90,13 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         """Write an entry as a parameter, a buffer or a branch; see :meth:`TensorDict.set`."""
         return self._set(key, item, inplace, non_blocking)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write an entry, or into the leaves at an index; see :class:`TensorDict`."""
+        if isinstance(index, str):
+            self._set(index, value, False, False)
+        else:
+            super().__setitem__(index, value)
+
     def _put(self, key: str, value: Entry) -> None:
         parameters, buffers, branches = self._dicts()
         if isinstance(value, TensorDictBase):
