@@ -4,24 +4,28 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from threading import get_ident
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tdnn._plan import module_title
 from tdnn.errors import SwapError
 
-__all__ = ["Claim", "is_latest", "release", "take"]
+__all__ = ["Claim", "SlotId", "adopt", "hand_over", "is_latest", "release", "take"]
 
 _CLAIMS: list["weakref.ref[Claim]"] = []  # oldest first
 _LOCK = threading.Lock()
 _taken = 0  # claims so far, which numbers them
 
 
+SlotId: TypeAlias = tuple[int, str]  # the id of a dict of a module, and a key
+
+
 class Claim(ABC):
     """A module that is in a swap of a thread, until it is released or garbage."""
 
-    __slots__ = ("__weakref__", "is_open", "is_over", "number", "root", "thread")
+    __slots__ = ("__weakref__", "is_open", "is_over", "number", "root", "saved", "thread")
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -29,6 +33,15 @@ class Claim(ABC):
         self.is_over = False  # whether another block that was around it ended it
         self.thread = 0
         self.number = 0
+        self.saved: dict[Tensor, Tensor] = {}  # what tensors held that it wrote to
+
+    @abstractmethod
+    def debts(self) -> dict[SlotId, Any]:
+        """Return what it will give back, by slot."""
+
+    @abstractmethod
+    def redirect(self, debts: dict[SlotId, Any]) -> None:
+        """Let it give back other things to some of its slots."""
 
     @abstractmethod
     def shows(self) -> bool:
@@ -41,6 +54,17 @@ class Claim(ABC):
         That is so unless another swap took its place; what was assigned to a slot right after
         the swap is in the block too.
         """
+
+
+def adopt(claim: Claim) -> None:
+    """Take a claim over for this thread, which begins a block on what another brought in.
+
+    Raises:
+        SwapError: another thread is in a swap of the module, or of a part of it.
+    """
+    if not is_compiling() and claim.thread != get_ident():
+        release(claim)
+        take(claim)
 
 
 def take(claim: Claim) -> None:
@@ -101,6 +125,27 @@ def release(claim: Claim) -> list[Claim]:
         return []
     others = [ref() for ref in after]
     return [other for other in others if other is not None and other.thread == claim.thread]
+
+
+def hand_over(claim: Claim, later: list[Claim]) -> tuple[dict[SlotId, Any], dict[Tensor, Tensor]]:
+    """Make blocks that began later and go on give back, at their end, what this one found.
+
+    Returns:
+        What this block left, by slot and by tensor, where a later block goes on. ``claim.saved``
+        keeps only the other tensors.
+    """
+    debts = claim.debts()
+    left: dict[SlotId, Any] = {}
+    values: dict[Tensor, Tensor] = {}
+    for other in [other for other in later if other.is_open]:
+        theirs = other.debts()
+        shared = (debts.keys() & theirs.keys()) - left.keys()
+        left.update({slot: theirs[slot] for slot in shared})
+        other.redirect({slot: debts[slot] for slot in shared})
+        for tensor in [tensor for tensor in claim.saved if tensor in other.saved]:
+            values[tensor] = other.saved[tensor]
+            other.saved[tensor] = claim.saved.pop(tensor)
+    return left, values
 
 
 def _meet(one: nn.Module, other: nn.Module) -> bool:

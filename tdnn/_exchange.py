@@ -15,11 +15,12 @@ from torch.nn import Parameter
 from tdnn import _claims
 from tdnn._core import Scope, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_key, listing
-from tdnn._plan import Plan, forget_plan, module_title, nodes_of, plan_for, refuse
-from tdnn._turn import GONE, Turn, hand_over
+from tdnn._plan import Plan, batched, forget_plan, module_title, nodes_of, plan_for, refuse
+from tdnn._ties import same_value
+from tdnn._turn import GONE, Turn
 from tdnn.errors import SwapError
 
-__all__ = ["Exchange", "SlotExchange", "copied_into", "nested"]
+__all__ = ["Exchange", "SlotExchange", "can_copy", "is_transformed", "nested"]
 
 _ONLY_PARAMETERS = {Parameter}
 
@@ -54,6 +55,8 @@ class Exchange(Scope):
             stack.pop()
         if not stack or stack[-1].is_open:
             self.put()
+        else:
+            _claims.adopt(stack[-1])
         stack[-1].is_open = True
 
 
@@ -80,7 +83,7 @@ class SlotExchange(Exchange):
         except BaseException as error:
             _claims.release(turn)
             if turn.old is not None:
-                turn.restore(turn.old)
+                turn.restore()
             elif isinstance(error, KeyError):  # the module lost a slot since it was planned
                 self._last = None
                 forget_plan(self._tree)
@@ -89,14 +92,16 @@ class SlotExchange(Exchange):
             raise
         self._stack.append(turn)
         if self._found is None:
-            self._found = plan, turn.values or turn.old
+            self._found = plan, turn.found()
 
     def _read(self) -> tuple[Plan, list[Any]]:
         """Return the plan and the leaves, which are those of the last time in a locked tree."""
         tree, lock = self._tree, self._tree._lock
+        if tree._batch_size and not isinstance(self._root, TensorDictBase):
+            raise batched(tree, self._root)
         if self._last is not None and lock is not None and not is_compiling():
             plan, last_lock, new = self._last
-            if lock is last_lock and plan.fits_module():
+            if lock is last_lock and plan.fits_module(self._root):
                 return plan, new
         plan = plan_for(tree, self._root)
         try:
@@ -123,13 +128,14 @@ class SlotExchange(Exchange):
         first: dict[Any, int] = {}
         for i, place in enumerate(places):
             one, two = new[first.setdefault(place, i)], new[i]
-            if one is two or _is_transformed(two):
+            if one is two or is_transformed(two):
                 continue
-            if one.shape != two.shape or not torch.equal(one, two):
+            if (one.shape, one.dtype) != (two.shape, two.dtype) or not same_value(one, two):
                 raise SwapError(
                     f"{self._key(plan, i)!r} is one slot of {module_title(self._root)} with two "
                     "names, and the tree has two values for it"
                 )
+            new[i] = one
 
     def _key(self, plan: Plan, i: int) -> NestedKey:
         return as_key(plan.paths(self._tree, self._root)[i])
@@ -176,47 +182,64 @@ class SlotExchange(Exchange):
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: the slots as they were; what was assigned to them goes into the tree."""
         turn = self._stack.pop()
-        now, old = turn.now(), turn.old
+        now = turn.now()
         filled = [none for none in turn.plan.nones if none[1].get(none[2], GONE) is not None]
         assigned = [(slots.get(key), home, key) for home, slots, key in filled]
-        changed = now is not turn.new or filled
         later = _claims.release(turn)
+        left = now
         if later:
-            old, now = hand_over(turn, later, now)
+            left = turn.hand_over(later, now)
         for _, slots, key in filled:
             slots[key] = None
-        turn.restore(old)
-        if changed or later:
+        if not failed:
+            self._collect(turn, left)
+        turn.restore()
+        if filled or left is not turn.new:
             turn.restore_order()
             if not failed:
-                self._write_back(turn, now, assigned)
+                self._write_back(turn, left, assigned)
 
-    def _write_back(self, turn: Turn, now: list[Any], filled: list[Any]) -> None:
-        """Put what was assigned to the slots during the block into the tree."""
+    def _collect(self, turn: Turn, left: list[Any]) -> None:
+        """Bring into the leaves what the block wrote into other tensors that stand for them."""
+
+    def _write_back(self, turn: Turn, left: list[Any], filled: list[Any]) -> None:
+        """Put what was assigned to the slots during the block into the tree; all or nothing."""
         places = {id(home): (path, node) for path, node, home in nodes_of(self._tree, ())}
-        plan, refused = turn.plan, []
+        plan = turn.plan
         changed = [
             (value, home, key)
-            for value, leaf, home, key in zip(now, turn.new, plan.homes, plan.keys, strict=True)
+            for value, leaf, home, key in zip(left, turn.new, plan.homes, plan.keys, strict=True)
             if value is not leaf
         ]
+        refused = []
+        copies: list[tuple[Any, Any]] = []
+        writes: list[tuple[TensorDictBase, str, Any]] = []
         for value, home, key in [*changed, *filled]:
             if id(home) not in places:
                 continue  # its branch left the tree during the block
             path, node = places[id(home)]
             there = node._data.get(key)
             if node._lock is not None:
-                if not copied_into(there, value):
+                copies.append((there, value))
+                if not can_copy(there, value):
                     refused.append(as_key((*path, key)))
             elif value is not GONE and value is not None:
-                node._put(key, node._admit(value, key))
+                writes.append((node, key, node._admit(value, key)))
             elif there is not None:
-                node._drop(key)
+                writes.append((node, key, None))
         if refused:
             raise SwapError(
                 f"the block assigned to {listing(refused)}, and the locked tree cannot take that "
                 "(a new name, another shape or dtype); unlock the tree to let it replace entries"
             )
+        with torch.no_grad():
+            for leaf, value in copies:
+                leaf.copy_(value)
+        for node, key, value in writes:
+            if value is None:
+                node._drop(key)
+            else:
+                node._put(key, value)
 
     def held(self) -> dict[str, Any]:
         plan, found = self._found
@@ -227,15 +250,14 @@ class SlotExchange(Exchange):
 # -- values ------------------------------------------------------------------------------------
 
 
-def copied_into(leaf: Any, value: Any) -> bool:
-    """Copy a value into the leaf of a tree, if it fits exactly."""
-    if not (isinstance(leaf, Tensor) and isinstance(value, Tensor)) or _is_transformed(value):
-        return False
-    if leaf.shape != value.shape or leaf.dtype != value.dtype:
-        return False
-    with torch.no_grad():
-        leaf.copy_(value)
-    return True
+def can_copy(leaf: Any, value: Any) -> bool:
+    """Return whether a value can be written into the leaf of a tree exactly."""
+    return (
+        isinstance(leaf, Tensor)
+        and isinstance(value, Tensor)
+        and not is_transformed(value)
+        and (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
+    )
 
 
 def _in_transform() -> bool:
@@ -244,7 +266,7 @@ def _in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def _is_transformed(tensor: Any) -> bool:
+def is_transformed(tensor: Any) -> bool:
     """Return whether a tensor belongs to a functorch transform that is running."""
     # No public name for this as of torch 2.14.
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

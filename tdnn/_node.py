@@ -57,8 +57,8 @@ class Node:
         "_batch_size",
         "_data",
         "_device",
-        "_last_plan",
         "_lock",
+        "_memory",
         "_names",
         "_scope",
     )
@@ -76,7 +76,7 @@ class Node:
     _names: Names
     _lock: list["weakref.ref[Node]"] | None  # None: unlocked; else the locked parents
     _scope: Scope | None
-    _last_plan: Any  # of the last swap into a module; unset before the first one
+    _memory: Any  # of the last swap into a module; unset before the first one
 
     def _like(self, data: dict[str, Any], batch_size: torch.Size, names: Names = None) -> Self:
         """Return a new unlocked node on this one's device; nothing is checked."""

@@ -1,18 +1,19 @@
 """How the values of leaves, rather than the leaves themselves, get into a module and back."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.jit import ScriptModule
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from tdnn import _claims
-from tdnn._claims import Claim
+from tdnn._claims import Claim, SlotId
 from tdnn._core import TensorDictBase
-from tdnn._exchange import Exchange, SlotExchange, copied_into, nested
+from tdnn._exchange import Exchange, SlotExchange, can_copy, is_transformed, nested
 from tdnn._keys import hint
 from tdnn._plan import Plan, Slots, module_title
 from tdnn._turn import GONE, Turn
@@ -45,40 +46,64 @@ class CopyExchange(SlotExchange):
 
     def _bring_in(self, turn: Turn, new: list[Any]) -> list[Any]:
         old: Any = turn.old
-        turn.values = [target.detach().clone() for target in old]
+        pairs = [(t, leaf) for t, leaf in zip(old, new, strict=True) if not _is_one(t, leaf)]
+        turn.saved = {target: target.detach().clone() for target, _ in pairs}
         try:
-            self._copy(old, new)
+            _copy(pairs, self._non_blocking)
         except BaseException:
-            self._copy(old, turn.values)
+            _copy(turn.saved.items())
             raise
         return list(old)  # the slots keep their objects
 
-    def _copy(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for target, value in zip(targets, values, strict=True):
-                if target is not value:
-                    target.copy_(value, non_blocking=self._non_blocking)
+    def _collect(self, turn: Turn, left: list[Any]) -> None:
+        """Bring buffers that the forward changed in place into the leaves."""
+        plan = turn.plan
+        _copy(
+            [
+                (home[key], turn.left.get(target, target))
+                for home, key, target, value in zip(
+                    plan.homes, plan.keys, turn.new, left, strict=True
+                )
+                if value is target and key in home and not isinstance(target, Parameter)
+            ]
+        )
 
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: the values as they were; buffers that the forward changed go to the tree."""
         turn = self._stack[-1]
-        if not failed:
-            updated = [
-                (slots[key], target)
-                for slots, key, target in zip(
-                    turn.plan.homes, turn.plan.keys, turn.new, strict=True
-                )
-                if key in slots and not isinstance(target, Parameter)
-            ]
-            self._copy([leaf for leaf, _ in updated], [target for _, target in updated])
         try:
             super().leave(node, failed)
         finally:
-            self._copy(turn.new, turn.values)
+            _copy(turn.saved.items())
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]], non_blocking: bool = False) -> None:
+    """Copy into each target a value, as it was before the first copy."""
+    pairs = [(target, value) for target, value in pairs if target is not value]
+    written = {_memory(target) for target, _ in pairs}
+    with torch.no_grad():
+        pairs = [(t, value.clone() if _memory(value) in written else value) for t, value in pairs]
+        for target, value in pairs:
+            target.copy_(value, non_blocking=non_blocking)
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Return what tensors that share memory have in common."""
+    if is_compiling() or is_transformed(tensor) or tensor.is_meta:  # which have no address
+        return tensor
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_one(target: Tensor, leaf: Tensor) -> bool:
+    """Return whether a leaf is the target's own memory, seen in the same way."""
+    if target is leaf or is_compiling() or is_transformed(leaf) or leaf.is_meta:
+        return target is leaf
+    looks = [(t.dtype, t.device, t.shape, t.stride(), t.data_ptr()) for t in (target, leaf)]
+    return looks[0] == looks[1] and leaf.numel() > 0
 
 
 class _StateTurn(Claim):
-    __slots__ = ("before", "slots", "values")
+    __slots__ = ("before", "slots")
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
@@ -89,11 +114,11 @@ class _StateTurn(Claim):
             if not isinstance(module, ScriptModule)  # its tensors are only overwritten
             for slots in (cast(Slots, module._parameters), cast(Slots, module._buffers))
         ]
-        self.values = [
-            (tensor, tensor.detach().clone())
+        self.saved = {
+            tensor: tensor.detach().clone()
             for tensor in (*root.parameters(), *root.buffers())
             if not is_lazy(tensor)
-        ]
+        }
 
     def shows(self) -> bool:
         return True  # the values are copies, so nothing shows
@@ -101,17 +126,35 @@ class _StateTurn(Claim):
     def can_begin(self) -> bool:
         return not self.is_over
 
-    def restore(self) -> None:
+    def debts(self) -> dict[SlotId, Any]:
+        return {(id(slots), key): held[key] for slots, held in self.slots for key in held}
+
+    def redirect(self, debts: dict[SlotId, Any]) -> None:
         for slots, held in self.slots:
-            if any([slots.get(key, GONE) is not value for key, value in held.items()]):
-                more = {key: value for key, value in slots.items() if key not in held}
+            for key in held:
+                held[key] = debts.get((id(slots), key), held[key])
+        if debts:  # what was read of the tensors that it found is not for those it gives back
+            self.before = _without_tensors(self.before)
+
+    def restore(self, handed: Container[SlotId] = ()) -> None:
+        """Give back what the module had, but for slots in which a later block goes on."""
+        for slots, held in self.slots:
+            back = {
+                key: slots[key] if (id(slots), key) in handed and key in slots else value
+                for key, value in held.items()
+            }
+            if any([slots.get(key, GONE) is not value for key, value in back.items()]):
+                more = {key: value for key, value in slots.items() if key not in back}
                 slots.clear()
-                slots.update({**held, **more})
-        if self.before:
-            self.root.load_state_dict(self.before, strict=False)
-        with torch.no_grad():
-            for tensor, value in self.values:
-                tensor.copy_(value)
+                slots.update({**back, **more})
+        before = _without_tensors(self.before) if handed else self.before  # or they are in use
+        if before:
+            self.root.load_state_dict(before, strict=False)
+        _copy(self.saved.items())
+
+
+def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
 class StateExchange(Exchange):
@@ -126,7 +169,7 @@ class StateExchange(Exchange):
         try:
             for name, value in module.state_dict().items():
                 turn.before[name] = value.detach().clone() if isinstance(value, Tensor) else value
-            state = {".".join(path): leaf for path, leaf in self._tree._leaves()}
+            state = self._state({_memory(tensor) for tensor in turn.saved})
             report = module.load_state_dict(state, strict=False)
             if report.unexpected_keys:
                 unknown = [f"unknown {n!r}{hint(n, turn.before)}" for n in report.unexpected_keys]
@@ -141,21 +184,46 @@ class StateExchange(Exchange):
         if self._found is None:
             self._found = turn.before
 
+    def _state(self, written: set[Any]) -> dict[str, Tensor]:
+        """Return the leaves by name; copies of those in memory that is about to be written."""
+        return {
+            ".".join(path): leaf.clone() if _memory(leaf) in written else leaf
+            for path, leaf in self._tree._leaves()
+        }
+
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: load what the module had; updated buffers go into the tree."""
         module, turn = self._root, self._stack.pop()
-        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        now = {
-            name: value.detach().clone()
-            for name, value in module.state_dict().items()
-            if name in buffers
-        }
-        _claims.release(turn)
-        turn.restore()
+        later = _claims.release(turn)
+        handed, values = _claims.hand_over(turn, later)
+        now = self._buffers(handed, values)
+        for other in later:
+            if isinstance(other, _StateTurn) and other.root is module:
+                other.before = turn.before
+        turn.restore(handed)
         leaves = {".".join(path): leaf for path, leaf in self._tree._leaves()}
         for name in [] if failed else leaves.keys() & now.keys():
-            if not copied_into(leaves[name], now[name]):
+            if can_copy(leaves[name], now[name]):
+                _copy([(leaves[name], now[name])])
+            else:
                 self._tree.set(tuple(name.split(".")), now[name])
+
+    def _buffers(
+        self, handed: dict[SlotId, Any], values: dict[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return copies of the buffers as the block left them, by the names of a state dict."""
+        found: dict[str, Tensor] = {}
+        state = self._root.state_dict()
+        for name, module in self._root.named_modules(remove_duplicate=False):
+            for key, buffer in module._buffers.items():
+                path = f"{name}.{key}" if name else key
+                slot = (id(module._buffers), key)
+                if path in state and buffer is not None:
+                    left = handed.get(slot, buffer)
+                    is_as_seen = left is buffer and left not in values
+                    value = state[path] if is_as_seen else values.get(left, left)
+                    found[path] = value.detach().clone()
+        return found
 
     def held(self) -> dict[str, Any]:
         return nested([(tuple(name.split(".")), value) for name, value in self._found.items()])

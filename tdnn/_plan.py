@@ -4,6 +4,7 @@ A *slot* is an entry of ``module._parameters`` or ``module._buffers``. A plan fi
 every leaf, or lists all leaves that have none, before anything is written.
 """
 
+import gc
 import weakref
 from operator import getitem, is_
 from typing import Any, NoReturn, TypeAlias, cast
@@ -37,7 +38,7 @@ SETATTR: Any = nn.Module.__setattr__
 class Plan:
     """A slot for every leaf of a tree; it does not look at the leaves themselves.
 
-    It refers neither to the tree nor to the module, so that the tree can remember it.
+    It refers to neither of the two roots, so that the tree can remember it.
 
     Raises:
         MissingKeyError: some entries have no place; all are listed.
@@ -52,6 +53,7 @@ class Plan:
         "is_plain",
         "is_shared",
         "keys",
+        "kind",
         "nones",
         "orders",
         "targets",
@@ -63,13 +65,17 @@ class Plan:
         self.homes: list[Slots] = []
         self.targets: list[Slots] = []
         self.keys: list[str] = []
-        self.orders: list[tuple[Slots, tuple[str, ...]]] = []  # of the names of buffers
+        self.orders: list[tuple[Slots, list[str]]] = []  # of the names in the dicts
         self.nones: list[tuple[Slots, Slots, str]] = []  # buffers without a value, and their home
         self.children: list[nn.Module] = []  # that it enters; one with two names is here twice
         # Each dict of the tree, with its module.
         visits = [(home, root) for home in tree._dicts()]
         kinds: set[type] = {type(tree)}  # of the nodes
-        self._visit(tree, root, visits, kinds)
+        try:
+            self._visit(tree, root, visits, kinds)
+        except TypeError:
+            _refuse_scripts(root)
+            raise
         self.is_plain = kinds == {tree._kind}
         if self.nones:  # the nodes of a TensorDictParams have several dicts
             taken = set(self.slot_ids())
@@ -78,7 +84,7 @@ class Plan:
         modules = self.modules(root)
         self.is_shared = len(modules) <= len(self.children)
         classes = set(map(type, modules))
-        _refuse_scripts(classes)
+        self.kind = type(root)
         self.has_listeners = any([each.__setattr__ is not SETATTR for each in classes])
         self.has_lazy = any([issubclass(each, LazyModuleMixin) for each in classes])
         self.watches: tuple[Watch, Watch] | None = None  # of the module and of the tree
@@ -98,6 +104,7 @@ class Plan:
         no look at the leaves themselves.
         """
         homes, targets, keys, children = self.homes, self.targets, self.keys, self.children
+        orders = self.orders
         plain = tree._kind  # nodes whose entries are all in the one dict _data
         for home, module in visits:
             parameters: Any = module._parameters
@@ -117,23 +124,25 @@ class Plan:
                             raise batched(tree, root)
                         visits += [(below, child) for below in branch._dicts() if below]
                         kinds.add(type(branch))
-                    else:
+                    elif _has_leaf(branch):
                         refuse(tree, root)
+                    else:  # an empty branch for a module that is None
+                        continue
                     children.append(child)
                 elif key in buffers:
                     homes.append(home)
                     targets.append(buffers)
                     keys.append(key)
-                elif not isinstance(home[key], TensorDictBase) or home[key]._data:
+                elif _has_leaf(home[key]):
                     refuse(tree, root)
+            if parameters:
+                orders.append((parameters, [*parameters]))
             if buffers:
-                self._note_buffers(home, module)
+                orders.append((buffers, [*buffers]))
+                self._note_nones(home, buffers)
 
-    def _note_buffers(self, home: Slots, module: nn.Module) -> None:
-        """Note the order of a module's buffers, and those without a value."""
-        _refuse_scripts({type(module)})
-        buffers: Any = module._buffers
-        self.orders.append((buffers, tuple(buffers)))
+    def _note_nones(self, home: Slots, buffers: Slots) -> None:
+        """Note the buffers without a value, for which the tree has no entry."""
         for key in buffers:
             if buffers[key] is None and key not in home:
                 self.nones.append((home, buffers, key))
@@ -145,19 +154,13 @@ class Plan:
     def slot_ids(self) -> list[tuple[int, str]]:
         return list(zip(map(id, self.targets), self.keys, strict=True))
 
-    def fits_module(self) -> bool:
+    def fits_module(self, root: nn.Module) -> bool:
         """Return whether the module is known to be built as it was when this was planned."""
-        return self.watches is not None and self.watches[0].holds()
+        return self.watches is not None and type(root) is self.kind and self.watches[0].holds()
 
     def fits_tree(self) -> bool:
         """Return the same of the tree."""
         return self.watches is not None and self.watches[1].holds()
-
-    def clear(self) -> None:
-        """Let go of everything: the module is garbage."""
-        self.watches = None
-        for rows in (self.homes, self.targets, self.keys, self.orders, self.nones, self.children):
-            rows.clear()
 
     def leaves(self) -> list[Any]:
         """Return what the tree has for each slot now."""
@@ -186,41 +189,75 @@ class Plan:
 # -- a plan that is used again -----------------------------------------------------------------
 
 
-def plan_for(tree: TensorDictBase, root: nn.Module) -> Plan:
-    """Return a plan: the one that the tree remembers, if both are built as they were then.
+class Memory:
+    """What a tree remembers of its last swap: the module, and a plan from the second time on.
 
-    Many trees are swapped once, so it remembers no more than the module at first. The module is
-    not kept alive, but the dicts of parts that leave it may be, until the next swap.
+    A part of the module may refer to the module, and would keep it alive as long as the plan is
+    there. So every full garbage collection drops the plans first; the next swap makes a new one.
     """
+
+    __slots__ = ("__weakref__", "plan", "root")
+
+    def __init__(self, root: nn.Module) -> None:
+        self.plan: Plan | None = None
+        me = weakref.ref(self)
+        self.root = weakref.ref(root, lambda _: _forget(me()))
+        _MEMORIES.add(self)
+
+
+_MEMORIES: "weakref.WeakSet[Memory]" = weakref.WeakSet()
+
+
+def _forget(memory: Memory | None) -> None:
+    if memory is not None:
+        memory.plan = None
+
+
+def _before_collection(phase: str, info: dict[str, int]) -> None:
+    if phase == "start" and info["generation"] == 2:
+        for memory in list(_MEMORIES):
+            memory.plan = None
+
+
+gc.callbacks.append(_before_collection)
+
+
+def plan_for(tree: TensorDictBase, root: nn.Module) -> Plan:
+    """Return a plan: the one that the tree remembers, if both are built as they were then."""
     if is_compiling():
         return Plan(tree, root)
-    seen = getattr(tree, "_last_plan", None)
-    if seen is None or seen[0]() is not root:
-        tree._last_plan = weakref.ref(root), None
+    memory: Memory | None = getattr(tree, "_memory", None)
+    if memory is None or memory.root() is not root:
+        tree._memory = Memory(root)  # no more than that, as many trees are swapped once
         return Plan(tree, root)
-    last: Plan | None = seen[1]
-    if last is not None and last.fits_module() and last.fits_tree():
-        return last
-    plan = Plan(tree, root, watch=True)
-    if plan.watches is not None:
-        tree._last_plan = weakref.ref(root, lambda _: plan.clear()), plan
+    plan = memory.plan
+    if plan is None or not (plan.fits_module(root) and plan.fits_tree()):
+        plan = Plan(tree, root, watch=True)
+        memory.plan = None if plan.watches is None else plan
     return plan
 
 
 def forget_plan(tree: TensorDictBase) -> None:
-    tree._last_plan = None
+    tree._memory = None
 
 
 class Watch:
-    """Entries that must stay the same objects, and dicts that must keep their sizes."""
+    """What must stay as it was when it was planned."""
 
-    __slots__ = ("_dicts", "_empty", "_held", "_holders", "_names", "_sizes")
+    __slots__ = ("_dicts", "_empty", "_held", "_holders", "_kinds", "_names", "_objects", "_sizes")
 
-    def __init__(self, links: list[tuple[Slots, str, Any]], dicts: list[Slots]) -> None:
+    def __init__(
+        self, links: list[tuple[Slots, str, Any]], dicts: list[Slots], objects: list[Any]
+    ) -> None:
+        # Entries that must be the same objects,
         self._holders, self._names, self._held = ([link[i] for link in links] for i in range(3))
+        # dicts that must keep their sizes,
         self._empty = [slots for slots in dicts if not slots]
         self._dicts = [slots for slots in dicts if slots]
         self._sizes = [*map(len, self._dicts)]
+        # and objects that must keep their classes.
+        self._objects = objects
+        self._kinds = [*map(type, objects)]
 
     def holds(self) -> bool:
         # Hot (test_to_module_speed, test_kept_swap_speed): all loops run in C.
@@ -229,6 +266,7 @@ class Watch:
                 all(map(is_, map(getitem, self._holders, self._names), self._held))
                 and not any(self._empty)
                 and [*map(len, self._dicts)] == self._sizes
+                and [*map(type, self._objects)] == self._kinds
             )
         except KeyError:
             return False
@@ -236,14 +274,14 @@ class Watch:
 
 def _watch_tree(tree: TensorDictBase) -> Watch:
     """Watch the branches of a tree, and that no entry comes or goes."""
-    links: list[tuple[Slots, str, Any]] = []
-    homes = []
-    for _, node, home in nodes_of(tree, ()):
-        homes.append(home)
-        links += [(home, key, value) for key, value in home.items() if _is_branch(value)]
-        if isinstance(node, nn.Module) and home:
-            links += _registries(node, {id(home)})
-    return Watch(links, homes)
+    homes = [home for _, _, home in nodes_of(tree, ())]
+    links = [
+        (home, key, value)
+        for home in homes
+        for key, value in home.items()
+        if isinstance(value, TensorDictBase)
+    ]
+    return Watch(links, homes, [])
 
 
 def _watch_module(plan: Plan, visits: list[tuple[Slots, nn.Module]]) -> Watch:
@@ -256,20 +294,17 @@ def _watch_module(plan: Plan, visits: list[tuple[Slots, nn.Module]]) -> Watch:
         links += [(children, key, children[key]) for key in home if key in children]
         links += [(buffers, k, b) for k, b in buffers.items() if (id(buffers), k) not in taken]
     used = {id(slots) for slots in (*plan.targets, *[slots for slots, _, _ in links])}
-    modules = dict.fromkeys(module for _, module in visits)
+    modules = list(dict.fromkeys([module for _, module in visits]))
     for module in modules:
-        links += _registries(module, used)
-    return Watch(links, [cast(Slots, module._buffers) for module in modules])
+        own = vars(module)
+        links += [(own, name, slots) for name, slots in own.items() if id(slots) in used]
+    buffer_dicts = [cast(Slots, module._buffers) for module in modules]
+    return Watch(links, buffer_dicts, plan.children)
 
 
-def _registries(module: nn.Module, used: set[int]) -> list[tuple[Slots, str, Any]]:
-    """Return the links from a module to those of its registries that are in use."""
-    own = vars(module)
-    return [(own, name, slots) for name, slots in own.items() if id(slots) in used]
-
-
-def _is_branch(value: object) -> bool:
-    return isinstance(value, TensorDictBase)
+def _has_leaf(value: object) -> bool:
+    """Return whether an entry is a leaf, or a branch that has one."""
+    return not isinstance(value, TensorDictBase) or not value.is_empty()
 
 
 def nodes_of(tree: TensorDictBase, above: Path) -> list[tuple[Path, TensorDictBase, Slots]]:
@@ -306,13 +341,13 @@ def _path_to_batch(tree: TensorDictBase, module: nn.Module) -> Path | None:
     return None
 
 
-def _refuse_scripts(classes: set[type]) -> None:
-    """Raise if one of the classes keeps its tensors where Python cannot exchange them."""
-    for each in classes:
-        if issubclass(each, ScriptModule):
+def _refuse_scripts(root: nn.Module) -> None:
+    """Raise if a module keeps its tensors where Python cannot exchange them."""
+    for module in root.modules():
+        if isinstance(module, ScriptModule):
             raise SwapError(
-                f"the tensors of a {each.__name__} cannot be exchanged, only overwritten; use "
-                "to_module(net, use_state_dict=True)"
+                f"the tensors of a {type(module).__name__} cannot be exchanged, only overwritten; "
+                "use to_module(net, use_state_dict=True)"
             )
 
 
@@ -338,7 +373,7 @@ def _faults(tree: TensorDictBase, module: nn.Module, above: Path) -> list[str]:
         elif key in module._parameters or key in module._buffers:
             if is_branch:
                 faults.append(f"{as_key(path)!r} is a tensor there, and a branch here")
-        elif not is_branch or value._data:
+        elif _has_leaf(value):
             names = [*module._parameters, *module._buffers, *module._modules]
             faults.append(f"unknown {as_key(path)!r}{hint(key, names)}")
     return faults

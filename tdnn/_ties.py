@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from tdnn._keys import NestedKey
 from tdnn._node import itself
 
-__all__ = ["Write", "settled", "write"]
+__all__ = ["Write", "same_value", "settled", "write"]
 
 Write: TypeAlias = tuple[Tensor, Tensor, NestedKey]  # a leaf, what to copy into it, and its key
 
@@ -60,7 +60,7 @@ def settled(
     pairs = []
     for at, leaf in enumerate(leaves):
         before = first.setdefault(leaf, at)
-        if not all([_same(column[before], column[at]) for column in columns]):
+        if not all([same_value(column[before], column[at]) for column in columns]):
             pairs.append(f"{key_at(before)!r} and {key_at(at)!r}")
     if pairs:
         raise ValueError(
@@ -70,9 +70,9 @@ def settled(
     return list(first.values())
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
+def same_value(one: Tensor, two: Tensor) -> bool:
     """Return whether two values would leave the same in a tensor that they broadcast to."""
-    if one is two:
+    if one is two or one.is_meta or two.is_meta:  # there are no values to compare
         return True
     two = two.to(one.device)
     return bool(((one == two) | ((one != one) & (two != two))).all())

@@ -16,10 +16,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from tdnn import _claims
-from tdnn._claims import Claim
+from tdnn._claims import Claim, SlotId
 from tdnn._plan import SETATTR, Plan, Slots
 
-__all__ = ["GONE", "Turn", "hand_over"]
+__all__ = ["GONE", "Turn"]
 
 GONE: Any = object()  # what a slot holds that was deleted
 
@@ -27,7 +27,7 @@ GONE: Any = object()  # what a slot holds that was deleted
 class Turn(Claim):
     """One time that leaves stand in the slots."""
 
-    __slots__ = ("_caches", "_lazy", "kept", "new", "old", "plan", "values")
+    __slots__ = ("_caches", "_lazy", "kept", "left", "new", "old", "plan")
 
     def __init__(self, plan: Plan, root: nn.Module) -> None:
         super().__init__(root)
@@ -35,7 +35,7 @@ class Turn(Claim):
         self.old: list[Any] | None = None  # what the slots held; None: not read yet
         self.new: list[Any] = []
         self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
-        self.values: Sequence[Tensor] = ()  # copies of what tensors held that were written to
+        self.left: dict[Tensor, Tensor] = {}  # what it left in tensors that a later block writes to
         self._lazy: Sequence[_LazyState] = ()
         self._caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
 
@@ -58,6 +58,11 @@ class Turn(Claim):
             self._lazy = _lazy_states(self.modules)
         if plan.has_listeners:
             self._caches = _caches(self.modules)
+
+    def found(self) -> list[Any]:
+        """Return what the slots held, with the values of then."""
+        old: Any = self.old
+        return [self.saved.get(value, value) for value in old] if self.saved else old
 
     def now(self) -> list[Any]:
         """Return what the slots hold: the list ``new`` itself, if nothing was assigned to them."""
@@ -94,8 +99,9 @@ class Turn(Claim):
             # Hot (test_to_module_speed): as all loops over slots, in C.
             deque(map(setitem, plan.targets, plan.keys, values), maxlen=0)
 
-    def restore(self, old: Sequence[Any]) -> None:
+    def restore(self) -> None:
         """Write what the slots held, and restore what else the block changed."""
+        old: Any = self.old
         _forget_cached()
         for module, attributes in self._caches:
             module.__dict__.update(attributes)
@@ -110,9 +116,7 @@ class Turn(Claim):
 
     def restore_order(self) -> None:
         """Bring the names back into their order, if the block deleted and remade a slot."""
-        planned = tuple(dict.fromkeys(self.plan.keys))
-        orders = [(module._parameters, planned) for module in self.modules]
-        for slots, order in [*self.plan.orders, *orders]:
+        for slots, order in self.plan.orders:
             wanted = [key for key in order if key in slots]
             if wanted != [key for key in slots if key in set(wanted)]:
                 held = dict(slots)
@@ -120,34 +124,34 @@ class Turn(Claim):
                 slots.update({key: held.pop(key) for key in wanted})
                 slots.update(held)
 
+    # -- blocks that end in another order than they began --------------------------------------
 
-def hand_over(turn: Turn, later: list[Claim], now: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Make blocks that began later and go on give back, at their end, what this one found.
+    def debts(self) -> dict[SlotId, Any]:
+        return dict(zip(self.plan.slot_ids(), self.old or (), strict=True))
 
-    A later swap in which no block runs ends here, with the block around it.
+    def redirect(self, debts: dict[SlotId, Any]) -> None:
+        pairs = zip(self.plan.slot_ids(), self.old or (), strict=True)
+        self.old = [debts.get(slot, value) for slot, value in pairs]
 
-    Returns:
-        What to write now and what this block left, for each slot: those of a later swap keep its
-        values, and it has what this block left.
-    """
-    mine = {slot: i for i, slot in enumerate(turn.plan.slot_ids())}
-    write, left = list(turn.old or ()), list(now)
-    for other in later:
-        if not isinstance(other, Turn) or other.modules.isdisjoint(turn.modules):
-            continue
-        if not other.is_open:
-            _claims.release(other)
-            other.is_over = True
-            continue
-        theirs: Any = other.old
-        for n, slot in enumerate(other.plan.slot_ids()):
-            i = mine.pop(slot, None)
-            if i is not None:
-                found = write[i]
-                write[i] = now[i]  # the later block runs on it
-                left[i] = theirs[n]  # what this block left when the later one began
-                theirs[n] = found  # what the later one gives back
-    return write, left
+    def hand_over(self, later: list[Claim], now: list[Any]) -> list[Any]:
+        """Let later blocks go on, which give back at their end what this one found.
+
+        A later swap in which no block runs ends here, with the block around it.
+
+        Returns:
+            What this block left in each slot; ``old`` is then what to write now.
+        """
+        for other in later:
+            if not other.is_open and not other.debts().keys().isdisjoint(self.debts().keys()):
+                _claims.release(other)
+                other.is_over = True
+        handed, self.left = _claims.hand_over(self, later)
+        slots = self.plan.slot_ids()
+        self.old = [
+            value if slot in handed and value is not GONE else before
+            for slot, value, before in zip(slots, now, self.old or (), strict=True)
+        ]
+        return [handed.get(slot, value) for slot, value in zip(slots, now, strict=True)]
 
 
 # -- rare kinds of modules -----------------------------------------------------------------------

@@ -60,6 +60,33 @@ def test_a_kept_swap_is_refused_in_a_second_thread():
     assert same(before, exact(net))
 
 
+def test_a_swap_belongs_to_the_thread_whose_block_it_begins():
+    net = nn.Linear(4, 2)
+    params, before = blank(net), exact(net)
+    swap = params.to_module(net)
+    began, go_on, found = threading.Event(), threading.Event(), []
+
+    def run():
+        with swap:
+            with blank(net).to_module(net):  # the same thread may
+                pass
+            began.set()
+            go_on.wait(10)
+            found.append(net.weight is params["weight"])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert began.wait(10)
+    with pytest.raises(SwapError, match="is in a swap of thread"):
+        blank(net).to_module(net)
+    go_on.set()
+    thread.join()
+    assert found == [True]
+    assert same(before, exact(net))
+    with blank(net).to_module(net):
+        pass
+
+
 def test_a_part_of_a_module_that_runs_elsewhere_is_refused():
     net = chain()
     with (

@@ -148,6 +148,21 @@ def test_a_locked_tree_refuses_what_its_tensors_cannot_hold():
     assert params["calls"].shape == ()
 
 
+def test_a_locked_tree_takes_all_that_the_block_assigned_or_nothing():
+    def act(net):
+        net.first = net.first + 1
+        net.calls = torch.zeros(3)
+
+    net = Counter(act)
+    params = TensorDict.from_module(net).clone().lock_()
+    with (
+        pytest.raises(SwapError, match=r"the block assigned to \['calls'\], and the locked tree"),
+        params.to_module(net),
+    ):
+        net(torch.ones(1))
+    assert params["first"] == 0
+
+
 def test_a_parameter_that_the_block_replaces_goes_into_the_tree():
     net = nn.Linear(2, 2)
     before = exact(net)
@@ -180,6 +195,51 @@ def test_in_place_changes_reach_the_trees_tensors():
     assert params["num_batches_tracked"] == 1
     assert not net.running_mean.any()
     assert net.num_batches_tracked == 0
+
+
+class Backwards(nn.Module):
+    """Its parameters stand in another order than those of most modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x * self.weight + self.bias
+
+
+@pytest.mark.parametrize("act", [lambda net: None, lambda net: delattr(net[1], "bias")])
+def test_each_module_keeps_the_order_of_its_names(act):
+    net = nn.Sequential(nn.Linear(3, 3), Backwards())
+    before = exact(net)
+    params = blank(net)
+    with params.to_module(net):
+        net(torch.ones(3))
+        act(net)
+    assert same(before, exact(net))
+    turned = TensorDict({"1": {"weight": torch.ones(3), "bias": torch.ones(3)}})
+    with turned.to_module(net):
+        net(torch.ones(3))
+        act(net)
+    assert [name for name, _ in net.named_parameters()][2:] == ["1.bias", "1.weight"]
+
+
+def test_equal_values_for_one_slot_stay_two_tensors_of_the_tree():
+    net = nn.Module()
+    net.a = net.b = nn.Linear(2, 2, bias=False)
+    one = torch.full((2, 2), torch.nan)
+    params = TensorDict({"a": {"weight": one}, "b": {"weight": one.clone()}}, lock=True)
+    held = [params["a", "weight"], params["b", "weight"]]
+    with params.to_module(net):
+        assert net.a.weight is one
+    assert [params["a", "weight"], params["b", "weight"]] == held
+    with pytest.raises(SwapError, match="two values for it"):
+        TensorDict({"a": {"weight": one}, "b": {"weight": one.double()}}).to_module(net)
+    with TensorDict({k: {"weight": torch.ones(2, 2, device="meta")} for k in "ab"}).to_module(net):
+        assert net.a.weight.is_meta
 
 
 def test_a_branch_that_left_the_tree_during_the_block_is_not_written_to():

@@ -24,6 +24,31 @@ def test_values_that_cannot_be_copied_are_all_listed_and_nothing_is_copied():
     assert equal(held, values(net))
 
 
+@pytest.mark.parametrize("way", [{}, {"inplace": True}, {"use_state_dict": True}])
+@pytest.mark.parametrize("view", [False, True])
+def test_tensors_of_the_module_may_trade_places(way, view):
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    before, held = exact(net), values(net)
+    own = [net[i].weight.detach().clone() for i in (0, 1)]
+    params = TensorDict({"0": {"weight": net[1].weight}, "1": {"weight": net[0].weight}})
+    with (params.data if view else params).to_module(net, **way):
+        assert torch.equal(net[0].weight, own[1])
+        assert torch.equal(net[1].weight, own[0])
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+
+
+@pytest.mark.parametrize("way", [{}, {"inplace": True}, {"use_state_dict": True}])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_buffer_that_tree_and_module_share_keeps_its_update(way, view):
+    net = nn.BatchNorm1d(2)
+    params = TensorDict.from_module(net)
+    params = params.data if view else params
+    with params.to_module(net, **way):
+        net(torch.randn(4, 2))
+    assert params["num_batches_tracked"] == 1
+
+
 def test_nothing_can_be_copied_into_a_slot_without_memory():
     net = nn.Linear(2, 2, bias=False)
     with pytest.raises(ValueError, match="'bias' has no memory to copy into or from"):

@@ -88,6 +88,11 @@ def test_an_attribute_that_is_no_slot_is_unknown():
 
 def test_empty_branches_ask_for_nothing():
     net = chain()
+    net.register_module("gone", None)
+    with TensorDict({"gone": {}, "nowhere": {"deep": {"er": {}}}}).to_module(net):
+        assert net.gone is None
+    with pytest.raises(MissingKeyError, match=r"unknown 'nowhere'$"):
+        TensorDict({"gone": {}, "nowhere": {"deep": {"er": {}, "x": 1.0}}}).to_module(net)
     with TensorDict({"1": {}, "nowhere": {}, "2": {"bias": torch.ones(2)}}).to_module(net):
         assert net[2].bias.tolist() == [1, 1]
 
@@ -181,6 +186,15 @@ def seasoned(net, params):
     return params
 
 
+class Loud(nn.Linear):
+    """Keeps what is set in a plain attribute as well, so that a swap must tell it."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["seen"] = value
+
+
 def replace_branch(net, params):
     params["0"] = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
 
@@ -227,11 +241,8 @@ def replace_children(net, params):
     net._modules["0"] = nn.Linear(4, 4)
 
 
-def replace_registry_of_the_tree(net, params):
-    if isinstance(params, nn.Module):
-        params["0"]._parameters = {k: nn.Parameter(v + 1) for k, v in params["0"].items()}
-    else:
-        params["0"] = {"weight": torch.ones(4, 4)}
+def replace_class(net, params):
+    net[0].__class__ = Loud
 
 
 def exchange_kinds(net, params):
@@ -251,7 +262,7 @@ CHANGES = [
     replace_child,
     replace_parameter,
     replace_registry,
-    replace_registry_of_the_tree,
+    replace_class,
     replace_children,
     exchange_kinds,
 ]
@@ -381,6 +392,33 @@ def test_a_plan_keeps_neither_the_module_nor_its_tensors_nor_the_tree(kind):
         assert [ref() for ref in mine] == [None] * 3
     finally:
         gc.enable()
+
+
+def test_a_plan_does_not_keep_a_module_that_its_part_refers_to():
+    net = chain()
+    net[0].register_forward_hook(net.forward)
+    params = seasoned(net, blank(net))
+    seen = [weakref.ref(net), weakref.ref(net[0].weight)]
+    replaced = weakref.ref(net[2].weight)
+    net[2] = nn.Linear(4, 2)
+    gc.collect()
+    assert replaced() is None
+    del net
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+    assert not params.is_empty()
+
+
+def test_a_kept_swap_of_a_tree_with_batch_dims_is_refused():
+    net = nn.Linear(2, 2)
+    params = blank(net)
+    kept = params.to_module(net)
+    for _ in range(3):
+        with kept:
+            pass
+    params.batch_size = [2]
+    with pytest.raises(SwapError, match=r"the tree has batch size \(2,\)"), kept:
+        pass
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

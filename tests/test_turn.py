@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from zoo import Counter, blank, chain, equal, exact, rebind, same, values, weights_of
 
@@ -46,6 +48,55 @@ def test_three_swaps_may_end_in_any_order(order):
             if holders:
                 assert net[int(key)].weight is holders[-1]
     assert same(before, exact(net))
+
+
+def test_a_module_with_two_names_gets_its_own_back_in_any_order():
+    net = nn.Module()
+    net.a = net.b = nn.Linear(2, 2)
+    before = exact(net)
+    first, second = opened(blank(net), net), opened(blank(net), net)
+    next(first)
+    next(second)
+    next(first)
+    next(second)
+    assert same(before, exact(net))
+
+
+WAYS = [{}, {"inplace": True}, {"use_state_dict": True}]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    ways=st.lists(st.sampled_from(WAYS), min_size=2, max_size=4),
+    shared=st.booleans(),
+    data=st.data(),
+)
+def test_swaps_of_all_kinds_may_end_in_any_order(ways, shared, data):
+    """The block that began last of those that go on is the one whose weights run."""
+    net = chain()
+    if shared:
+        net.append(net[0])
+    before, held = exact(net), values(net)
+    trees = [blank(net).apply_(lambda leaf, n=n: leaf.fill_(n)) for n in range(len(ways))]
+    wanted = [tree.clone() for tree in trees]
+
+    def block(tree, way):
+        with tree.to_module(net, **way):
+            yield
+        yield
+
+    blocks = [block(tree, way) for tree, way in zip(trees, ways, strict=True)]
+    for each in blocks:
+        next(each)
+    alive = list(range(len(ways)))
+    for n in data.draw(st.permutations(alive), label="order of the ends"):
+        next(blocks[n])
+        alive.remove(n)
+        if alive:
+            assert all([(leaf == alive[-1]).all() for leaf in net.state_dict().values()])
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+    assert all([bool((tree == copy).all()) for tree, copy in zip(trees, wanted, strict=True)])
 
 
 @pytest.mark.parametrize("copy_first", [True, False])
