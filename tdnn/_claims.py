@@ -62,9 +62,14 @@ def adopt(claim: Claim) -> None:
     Raises:
         SwapError: another thread is in a swap of the module, or of a part of it.
     """
-    if not is_compiling() and claim.thread != get_ident():
-        release(claim)
-        take(claim)
+    if is_compiling() or claim.thread == get_ident():
+        return
+    owner, claim.thread = claim.thread, get_ident()
+    with _LOCK:
+        name = _rival(claim)
+    if name is not None:
+        claim.thread = owner
+        raise _busy(claim, name)
 
 
 def take(claim: Claim) -> None:
@@ -86,15 +91,19 @@ def take(claim: Claim) -> None:
         if name is None:
             _CLAIMS.append(weakref.ref(claim))
     if name is not None:
-        raise SwapError(
-            f"{module_title(claim.root)} is in a swap of thread {name!r}; wait until that block "
-            "ends and the swap is let go, or give each thread its own copy"
-        )
+        raise _busy(claim, name)
 
 
 def is_latest(claim: Claim) -> bool:
     """Return whether no swap of any module began after this one."""
     return not is_compiling() and claim.number == _taken
+
+
+def _busy(claim: Claim, name: str) -> SwapError:
+    return SwapError(
+        f"{module_title(claim.root)} is in a swap of thread {name!r}; wait until that block ends "
+        "and the swap is let go, or give each thread its own copy"
+    )
 
 
 def _rival(claim: Claim) -> str | None:

@@ -193,13 +193,9 @@ class StateExchange(Exchange):
 
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: load what the module had; updated buffers go into the tree."""
-        module, turn = self._root, self._stack.pop()
-        later = _claims.release(turn)
-        handed, values = _claims.hand_over(turn, later)
+        turn = self._stack.pop()
+        handed, values = _claims.hand_over(turn, _claims.release(turn))
         now = self._buffers(handed, values)
-        for other in later:
-            if isinstance(other, _StateTurn) and other.root is module:
-                other.before = turn.before
         turn.restore(handed)
         leaves = {".".join(path): leaf for path, leaf in self._tree._leaves()}
         for name in [] if failed else leaves.keys() & now.keys():
