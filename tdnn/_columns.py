@@ -52,11 +52,11 @@ def operand(tree: TensorDictBase, value: Any) -> Any:
     if isinstance(value, _OPERANDS):
         return value
     if isinstance(value, Mapping):
-        return _dressed(tree, value)
+        return _as_tree(tree, value)
     return torch.as_tensor(value) if hasattr(value, "__array__") else NotImplemented
 
 
-def _taken(tree: TensorDictBase, value: Any) -> Any:
+def _require_operand(tree: TensorDictBase, value: Any) -> Any:
     given = operand(tree, value)
     if given is NotImplemented:
         raise TypeError(
@@ -66,12 +66,12 @@ def _taken(tree: TensorDictBase, value: Any) -> Any:
     return given
 
 
-def _dressed(node: TensorDictBase, given: Mapping[Any, Any]) -> TensorDictBase:
+def _as_tree(node: TensorDictBase, given: Mapping[Any, Any]) -> TensorDictBase:
     data: dict[str, Any] = {}
     for key, value in given.items():
         if isinstance(value, Mapping):
             mine = node._data.get(key)
-            data[key] = _dressed(mine if isinstance(mine, TensorDictBase) else node, value)
+            data[key] = _as_tree(mine if isinstance(mine, TensorDictBase) else node, value)
         else:
             data[key] = value if isinstance(value, TensorDictBase) else torch.as_tensor(value)
     return node._like(data, node._batch_size)
@@ -91,7 +91,7 @@ def completed(first: Tree, second: Any, default: Any) -> tuple[Tree, Any]:
     """
     if isinstance(default, str) and default != "intersection":
         raise ValueError(f"default is 'intersection', a tensor or a number, not {default!r}")
-    second = _taken(first, second)
+    second = _require_operand(first, second)
     if not isinstance(second, TensorDictBase):
         return first, second
     here: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def columns_of(
     columns: list[Column] = [leaves]
     mine: list[Any] | None = None
     as_is = True
-    others = tuple([_taken(tree, other) for other in others])
+    others = tuple([_require_operand(tree, other) for other in others])
     for other in others:
         if isinstance(other, TensorDictBase):
             found: list[Any] = []

@@ -13,6 +13,7 @@ from torch import Size, Tensor
 from tdnn._declared import Declared, Device, as_device, as_size, negative
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn._lock import locked
+from tdnn._marks import ABSENT
 from tdnn._node import IsLeaf, Names, Scope
 from tdnn._ties import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
@@ -21,8 +22,7 @@ __all__ = ["TREES", "Entry", "IsLeaf", "Names", "Scope", "TensorDictBase", "entr
 
 Entry: TypeAlias = Union[Tensor, "TensorDictBase"]
 
-_ABSENT: Any = object()
-_NUMBERS = (bool, int, float, complex, list, tuple)
+_AS_TENSOR = (bool, int, float, complex, list, tuple)
 
 
 class TensorDictBase(Declared):
@@ -144,7 +144,7 @@ class TensorDictBase(Declared):
     def _admit(self, value: Any, key: NestedKey, non_blocking: bool = False) -> Entry:
         """Return ``value`` as this node may hold it, or say why it cannot."""
         if type(value) is dict:  # Hot (test_creation_nested_1): the new branch fits.
-            return self._branch(value)
+            return self._branch(value, key)
         if type(value) is not Tensor and not isinstance(value, _KINDS):
             value = self._convert(value, key)
         size = self._batch_size
@@ -153,7 +153,7 @@ class TensorDictBase(Declared):
             if shape != size and shape[: len(size)] != size:
                 value = self._fit(value, key)
             if self._names is not None and isinstance(value, TensorDictBase):
-                value = value._renamed(self._names, key)
+                value = value._with_dim_names(self._names, key)
         if self._device is not None and value.device != self._device:
             value = cast(Any, value).to(self._device, non_blocking=non_blocking)
         return cast(Entry, value)
@@ -161,8 +161,8 @@ class TensorDictBase(Declared):
     def _convert(self, value: Any, key: NestedKey) -> Entry:
         """Return a number, an array or a mapping as a leaf or a branch."""
         if isinstance(value, Mapping):
-            return self._branch(value)
-        if isinstance(value, _NUMBERS) or hasattr(value, "__array__"):
+            return self._branch(value, key)
+        if isinstance(value, _AS_TENSOR) or hasattr(value, "__array__"):
             try:
                 return torch.as_tensor(value, device=self._device)
             except (TypeError, ValueError, RuntimeError) as err:
@@ -173,11 +173,15 @@ class TensorDictBase(Declared):
             f"not {type(value).__name__}"
         )
 
-    def _branch(self, source: Mapping[Any, Any]) -> Self:
+    def _branch(self, source: Mapping[Any, Any], key: NestedKey) -> Self:
         """Return a new branch of this node's batch size that holds the entries of a mapping."""
         data: dict[str, Any] = {}
         branch = self._like(data, self._batch_size, self._names)
-        branch._fill(data, source, False)
+        try:
+            branch._fill(data, source, False)
+        except (TypeError, ValueError, KeyError) as err:
+            err.add_note(f"in the branch {key!r}")
+            raise
         return branch
 
     def _fit(self, value: Entry, key: NestedKey) -> Entry:
@@ -398,10 +402,20 @@ class TensorDictBase(Declared):
     def set_(self, key: NestedKey, item: Any, *, non_blocking: bool = False) -> Self:
         """Copy a value into an existing leaf or branch, which keeps its identity and storage.
 
+        Args:
+            key: a ``str``, or a tuple for a nested entry.
+            item: for a leaf a tensor of its shape, or a number or 0-d tensor, which fills it; for
+                a branch a tree or a mapping of such values.
+            non_blocking: for a copy between devices.
+
+        Returns:
+            The tree itself.
+
         Raises:
             MissingKeyError: the key is not there.
-            ValueError: the shapes differ (a number or 0-d tensor fills the leaf), or a tensor
-                under two names would get two values.
+            TypeError: a tree for a leaf, or a tensor for a branch.
+            ValueError: the shapes differ, or a tensor under two names would get two values.
+            RuntimeError: the leaf requires grad, or its elements share memory (``expand``).
 
         Example:
             >>> td = TensorDict({"a": torch.zeros(3)}, [3], lock=True)
@@ -476,7 +490,7 @@ class TensorDictBase(Declared):
     def __contains__(self, key: object) -> bool:
         if type(key) is str:
             return key in self._data
-        return self.get(cast(NestedKey, key), _ABSENT) is not _ABSENT
+        return self.get(cast(NestedKey, key), ABSENT) is not ABSENT
 
     # -- copies by protocol ------------------------------------------------------------------
 

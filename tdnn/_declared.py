@@ -164,7 +164,7 @@ class Declared(Lockable):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the batch dims, None for a dim without one."""
+        """The names of the batch dims, None for a dim without one; a new list each time."""
         return [None] * len(self._batch_size) if self._names is None else list(self._names)
 
     @names.setter
@@ -193,7 +193,7 @@ class Declared(Lockable):
             size = len(branch._batch_size)
             branch._plan_names((*mine, *[None] * size)[:size], plan)
 
-    def _renamed(self, names: tuple[str | None, ...], key: NestedKey) -> Self:
+    def _with_dim_names(self, names: tuple[str | None, ...], key: NestedKey) -> Self:
         """Return this tree with ``names`` for its first dims: itself, or new nodes.
 
         ``key`` is where it is going to stand.
@@ -202,12 +202,12 @@ class Declared(Lockable):
             ValueError: a dim has another name, here or in a branch.
         """
         faults: list[str] = []
-        made = self._refined(names, as_path(key), faults)
+        made = self._name_dims(names, as_path(key), faults)
         if faults:
             raise ValueError(f"cannot set {'; '.join(faults)}; set its .names first, or to None")
         return made
 
-    def _refined(self, names: tuple[str | None, ...], path: Path, faults: list[str]) -> Self:
+    def _name_dims(self, names: tuple[str | None, ...], path: Path, faults: list[str]) -> Self:
         mine = self._names or (None,) * len(self._batch_size)
         pairs = list(zip(names, mine, strict=False))  # a branch below may have fewer dims
         first = [new or old for new, old in pairs]
@@ -220,7 +220,7 @@ class Declared(Lockable):
         changed = {}
         for key, value in self._data.items():
             if isinstance(value, Declared):
-                below = value._refined(chosen, (*path, key), faults)
+                below = value._name_dims(chosen, (*path, key), faults)
                 if below is not value:
                     changed[key] = below
         if chosen == mine and not changed:

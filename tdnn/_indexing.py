@@ -30,12 +30,11 @@ from tdnn._dims import (
     with_rows,
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn._marks import ABSENT
 from tdnn._ties import settled
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Indexing", "where"]
-
-_ABSENT: Any = object()
 
 
 class Indexing(TensorDictBase):
@@ -268,8 +267,8 @@ class Indexing(TensorDictBase):
             >>> td.get_at("a", 1), td.get_at("zzz", 1)
             (tensor(1), None)
         """
-        entry = self.get(key, _ABSENT)
-        return default if entry is _ABSENT else entry[index]
+        entry = self.get(key, ABSENT)
+        return default if entry is ABSENT else entry[index]
 
     def set_at_(
         self, key: NestedKey, value: Any, index: Any, *, non_blocking: bool = False
@@ -526,14 +525,14 @@ def _where(base: Tree, condition: Any, input: Any, other: Any) -> Tree:
             f"a condition of shape {tuple(condition.shape)} does not fit the first dims of batch "
             f"size {tuple(size)}"
         )
-    return _choose(base, condition, input, other)
+    return _choose(base, (), (condition, input, other))
 
 
 def _begins(shape: torch.Size, size: torch.Size) -> bool:
     return len(shape) <= len(size) and all(n in (1, m) for n, m in zip(shape, size, strict=False))
 
 
-def _choose(base: Tree, *values: Any) -> Tree:
+def _choose(base: Tree, above: Path, values: Sequence[Any]) -> Tree:
     """Return :func:`where` of ``values``: trees are read by key, the rest serves every leaf."""
     data: dict[str, Any] = {}
     trees = [value for value in values if isinstance(value, TensorDictBase)]
@@ -547,15 +546,19 @@ def _choose(base: Tree, *values: Any) -> Tree:
                 raise base._unpaired(tree)
         below = [v._data[key] if isinstance(v, TensorDictBase) else v for v in values]
         if deeper:
-            data[key] = _choose(model, *below)
+            data[key] = _choose(model, (*above, key), below)
             continue
         condition, input, other = below
         if condition is values[0]:
             condition = condition.reshape(*condition.shape, *[1] * (model.ndim - condition.ndim))
-        data[key] = chosen = torch.where(condition, input, other)
+        try:
+            data[key] = chosen = torch.where(condition, input, other)
+        except RuntimeError as err:
+            err.add_note(f"key {as_key((*above, key))!r}")
+            raise
         if chosen.shape[: len(base._batch_size)] != base._batch_size:
             raise RuntimeError(
-                f"key {key!r}: shape {tuple(chosen.shape)} does not begin with the batch size "
-                f"{tuple(base._batch_size)}"
+                f"key {as_key((*above, key))!r}: shape {tuple(chosen.shape)} does not begin with "
+                f"the batch size {tuple(base._batch_size)}"
             )
     return base._like(data, base._batch_size, base._names)

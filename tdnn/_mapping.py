@@ -79,13 +79,21 @@ class Entries(TensorDictBase):
     def setdefault(self, key: NestedKey, default: Any, inplace: bool = False) -> Any:
         """Return the entry at ``key``, after setting it to ``default`` if it was missing.
 
+        Args:
+            key: a ``str``, or a tuple for a nested entry.
+            default: what :meth:`set` takes.
+            inplace: accepted for compatibility; there is nothing to write into.
+
+        Raises:
+            LockedError: the key is missing and the tree is locked.
+
         Example:
             >>> td = TensorDict({"a": 1})
             >>> td.setdefault("a", 5), td.setdefault("b", 2)
             (tensor(1), tensor(2))
         """
         if key not in self:
-            self.set(key, default, inplace=inplace)
+            self.set(key, default)
         return self._entry(as_path(key))
 
     def rename_key_(self, old_key: NestedKey, new_key: NestedKey, safe: bool | None = None) -> Self:

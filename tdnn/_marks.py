@@ -1,9 +1,9 @@
-"""Defaults that stand for no value, which a user could mean."""
+"""Objects that stand for no value, none of which a user could mean."""
 
 from enum import Enum
 from typing import Any
 
-__all__ = ["KEEP", "NO_DEFAULT"]
+__all__ = ["ABSENT", "KEEP", "NO_DEFAULT"]
 
 
 class _Mark(Enum):  # dynamo of torch 2.14 knows an Enum as a default, not any other class
@@ -17,3 +17,4 @@ class _Mark(Enum):  # dynamo of torch 2.14 knows an Enum as a default, not any o
 
 NO_DEFAULT: Any = _Mark.NO_DEFAULT
 KEEP: Any = _Mark.KEEP
+ABSENT: Any = object()  # what is not there, where None may be

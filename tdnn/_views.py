@@ -9,10 +9,9 @@ from torch.nn import Parameter
 
 from tdnn._core import IsLeaf, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_path
+from tdnn._marks import ABSENT
 
 __all__ = ["Views"]
-
-_ABSENT: Any = object()
 
 
 class Views(TensorDictBase):
@@ -150,10 +149,8 @@ class NestedKeys(Set[NestedKey]):
     def __contains__(self, key: object) -> bool:
         if self._is_leaf is not None:
             return key in list(self)
-        found = self._node.get(cast(NestedKey, key), _ABSENT)
-        return found is not _ABSENT and not (
-            self._leaves_only and isinstance(found, TensorDictBase)
-        )
+        found = self._node.get(cast(NestedKey, key), ABSENT)
+        return found is not ABSENT and not (self._leaves_only and isinstance(found, TensorDictBase))
 
     def __repr__(self) -> str:
         return f"NestedKeys({list(self)})"

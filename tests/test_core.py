@@ -466,3 +466,14 @@ def test_a_tensor_collection_is_a_tree_or_a_class_of_trees():
         assert is_tensor_collection(tree)
     for other in (torch.ones(2), {}, dict, torch.Tensor, None, nn.Linear(1, 1)):
         assert not is_tensor_collection(other)
+
+
+def test_an_error_in_a_nested_source_says_in_which_branch():
+    for source, kind in (
+        ({"x": {"y": {"z": object()}}}, TypeError),
+        ({"x": {"y": {"z": torch.ones(2)}}}, ValueError),
+        ({"x": {"y": {3: torch.ones(3)}}}, TypeError),
+    ):
+        with pytest.raises(kind) as caught:
+            TensorDict(source, [3])
+        assert caught.value.__notes__ == ["in the branch 'y'", "in the branch 'x'"]

@@ -394,6 +394,12 @@ def test_where_refuses_what_does_not_fit(td):
         td.where(MASK, TensorDict({"a": td["a"], "b": td["a"]}, [3, 4]))
     with pytest.raises(RuntimeError, match=r"shape \(5, 3, 4, 2\) does not begin with the batch"):
         td.where(MASK, torch.zeros(5, 3, 4, 2))
+    other = TensorDict({"a": td["a"], "b": {"c": torch.zeros(3, 4, 7)}}, [3, 4])
+    deep = td.clone()
+    deep["b", "c"] = torch.zeros(3, 4, 5)
+    with pytest.raises(RuntimeError) as caught:
+        deep.where(MASK, other)
+    assert caught.value.__notes__ == ["key ('b', 'c')"]
 
 
 # -- compiled --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, as_path, hint, listing
+from tdnn._marks import ABSENT
 from tdnn.errors import MissingKeyError
 from tdnn.nn._faults import (
     arguments_in_words,
@@ -32,8 +33,6 @@ Inplace: TypeAlias = bool | Literal["empty"]
 _CallForm: TypeAlias = tuple[
     tuple[NestedKey, ...], tuple[NestedKey, ...], bool, Inplace, dict[str, Any]
 ]
-
-_ABSENT: Any = object()
 
 
 class TensorDictModule(TensorDictModuleBase):
@@ -265,8 +264,8 @@ class TensorDictModule(TensorDictModuleBase):
         inputs = []
         try:
             for key in in_keys:
-                value = get(key, _ABSENT)
-                if value is _ABSENT:
+                value = get(key, ABSENT)
+                if value is ABSENT:
                     raise MissingKeyError
                 inputs.append(value)
         except MissingKeyError:
@@ -329,11 +328,11 @@ class TensorDictModule(TensorDictModuleBase):
                 if type(value) is not Tensor and isinstance(value, (tuple, list)):
                     self._refuse_nested(values)
         elif isinstance(result, Mapping | TensorDictBase):
-            values = [_ABSENT if key == "_" else _at(result, key) for key in keys]
+            values = [ABSENT if key == "_" else _at(result, key) for key in keys]
             lacking = [
                 key
                 for key, value in zip(keys, values, strict=True)
-                if value is _ABSENT and key != "_"
+                if value is ABSENT and key != "_"
             ]
             if lacking and len(keys) > 1:
                 raise lacking_outputs(self._title(), keys, lacking, result)
@@ -400,12 +399,12 @@ class TensorDictModule(TensorDictModuleBase):
 def _at(result: Any, key: NestedKey) -> Any:
     """Return the entry of a mapping or a tree at a key, nested or as it stands."""
     if isinstance(result, TensorDictBase):
-        return result.get(key, _ABSENT) if key in result else _ABSENT
+        return result.get(key, ABSENT) if key in result else ABSENT
     if key in result:
         return result[key]
     for step in as_path(key):
         if not isinstance(result, Mapping | TensorDictBase) or step not in result:
-            return _ABSENT
+            return ABSENT
         result = cast(Any, result)[step]
     return result
 
