@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from zoo import Counter, blank, chain, exact, in_thread, rebind, same, stop, weights_of
 
-from tdnn import LockedError, MissingKeyError, SwapError, TensorDict, TensorDictParams
+from tdnn import LockedError, SwapError, TensorDict, TensorDictParams
 
 # -- what the block does to the slots ----------------------------------------------------------
 
@@ -53,17 +53,6 @@ def test_after_an_exception_the_tree_is_not_touched(act):
         stop(net, torch.ones(1))
     assert same(before, exact(net))
     assert list(params.items()) == list(entries.items())
-
-
-def test_a_buffer_that_is_rebound_twice_in_a_kept_swap_goes_on_from_the_tree():
-    net = Counter(rebind)
-    params = TensorDict.from_module(net).clone()
-    swap = params.to_module(net)
-    for n in range(1, 4):
-        with swap:
-            net(torch.ones(1))
-        assert params["calls"] == n
-        assert net.calls == 0
 
 
 def test_a_buffer_that_is_rebound_stays_a_buffer_of_the_params():
@@ -276,40 +265,6 @@ def test_the_swap_is_a_tree_of_what_the_module_held():
     assert type(old.clone()) is TensorDict
 
 
-@pytest.mark.parametrize("stay", [True, False])
-def test_a_swap_that_another_one_undid_begins_anew_when_it_is_entered(stay):
-    net, other = chain(), chain()
-    params, more = TensorDict.from_module(chain()), TensorDict.from_module(other)
-    before, wanted = exact(net), exact_leaves(params)
-    swap = params.to_module(net)
-    if stay:
-        more.to_module(net, return_swap=False)
-        before = exact(net)
-    else:
-        swap.to_module(net)
-    with blank(other).to_module(other):  # takes the place of the claims that are garbage
-        pass
-    with swap:
-        assert net[0].weight is params["0", "weight"]
-    assert same(before, exact(net))
-    assert exact_leaves(params) == wanted
-
-
-def exact_leaves(tree):
-    return [(path, id(leaf)) for path, leaf in tree.items(include_nested=True, leaves_only=True)]
-
-
-def test_a_swap_is_there_still_after_a_block_of_another_one():
-    net = chain()
-    params, before = blank(net), exact(net)
-    swap = params.to_module(net)
-    with TensorDict.from_module(chain()).to_module(net):
-        pass
-    with swap:
-        assert net[0].weight is params["0", "weight"]
-    assert same(before, exact(net))
-
-
 def test_two_calls_inside_a_block_change_nothing_outside():
     net = chain()
     before = exact(net)
@@ -365,98 +320,6 @@ def test_a_swap_dest_that_cannot_take_it_leaves_the_module_alone():
     with blank(net).to_module(net):  # and no claim is left
         pass
     in_thread(lambda: blank(net).to_module(net, return_swap=False))
-
-
-def test_a_swap_can_be_entered_while_it_is_entered():
-    net = chain()
-    before = exact(net)
-    params = blank(net)
-    swap = params.to_module(net)
-    with swap, swap:
-        with swap:
-            assert net[0].weight is params["0", "weight"]
-        assert net[0].weight is params["0", "weight"]
-    assert same(before, exact(net))
-    with swap:
-        assert net[0].weight is params["0", "weight"]
-    assert same(before, exact(net))
-
-
-@pytest.mark.parametrize("as_module", [False, True])
-def test_a_kept_swap_follows_branches_that_were_replaced_and_entries_that_were_added(as_module):
-    net = chain()
-    before = exact(net)
-    params = TensorDict({"0": {"weight": torch.zeros(4, 4)}})
-    if as_module:
-        params = TensorDictParams(params)
-    swap = params.to_module(net)
-    for _ in range(3):
-        with swap:
-            pass
-    params["0"] = TensorDict({"weight": torch.ones(4, 4)})
-    with swap:
-        assert net[0].weight is params["0", "weight"]
-        assert net[0].weight.all()
-    params["2"] = {"bias": torch.full((2,), 3.0)}
-    params["0", "bias"] = torch.full((4,), 3.0)
-    with swap:
-        assert net[2].bias.tolist() == [3, 3]
-        assert net[0].bias.tolist() == [3] * 4
-    del params["0", "weight"]
-    own = net[0].weight
-    with swap:
-        assert net[0].weight is own
-        assert net[2].bias.tolist() == [3, 3]
-    del params["2"]
-    with swap:
-        assert net[2].bias.all()
-        assert net[0].bias.tolist() == [3] * 4
-    assert same(before, exact(net))
-
-
-def test_a_kept_swap_follows_a_module_that_was_replaced():
-    net = chain()
-    params = blank(net)
-    swap = params.to_module(net)
-    for _ in range(3):
-        with swap:
-            pass
-    net[0] = nn.Linear(4, 4)
-    before = exact(net)
-    with swap:
-        assert net[0].weight is params["0", "weight"]
-    assert same(before, exact(net))
-
-
-def test_a_kept_swap_into_a_slot_that_is_gone_is_refused_and_nothing_is_swapped():
-    net = chain()
-    params = blank(net)
-    swap = params.to_module(net)
-    for _ in range(3):
-        with swap:
-            pass
-    del net[0].weight
-    before = exact(net)
-    with pytest.raises(MissingKeyError, match=r"unknown \('0', 'weight'\)"):
-        swap.__enter__()
-    assert same(before, exact(net))
-    net[0].weight = nn.Parameter(torch.ones(4, 4))
-    with swap:
-        assert not net[0].weight.any()
-
-
-def test_a_kept_swap_refuses_a_branch_where_a_leaf_was():
-    net = chain()
-    params = blank(net)
-    swap = params.to_module(net)
-    for _ in range(3):
-        with swap:
-            pass
-    params["0", "weight"] = {"x": torch.zeros(1)}
-    before = exact(net)
-    with pytest.raises(MissingKeyError, match=r"\('0', 'weight'\) is a tensor there, and a branch"):
-        swap.__enter__()
-    assert same(before, exact(net))
 
 
 # -- failure half-way --------------------------------------------------------------------------

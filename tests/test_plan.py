@@ -409,18 +409,6 @@ def test_a_plan_does_not_keep_a_module_that_its_part_refers_to():
     assert not params.is_empty()
 
 
-def test_a_kept_swap_of_a_tree_with_batch_dims_is_refused():
-    net = nn.Linear(2, 2)
-    params = blank(net)
-    kept = params.to_module(net)
-    for _ in range(3):
-        with kept:
-            pass
-    params.batch_size = [2]
-    with pytest.raises(SwapError, match=r"the tree has batch size \(2,\)"), kept:
-        pass
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize("inplace", [None, True])

@@ -346,6 +346,14 @@ def chain():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
+def warmed(swap):
+    """Return a swap after several blocks, whose plan is then known."""
+    for _ in range(3):
+        with swap:
+            pass
+    return swap
+
+
 def in_thread(fn):
     """Run ``fn`` in another thread; return what it returned, or raise what it raised."""
     result = []
