@@ -206,7 +206,7 @@ def _results(
         try:
             done.append(fn(*row, **kwargs))
         except Exception as err:
-            err.add_note(f"at the leaf {_name(tree, row[0])}")
+            err.add_note(f"at the leaf {_in_words(tree, row[0])}")
             raise
     return done
 
@@ -227,13 +227,19 @@ def _write(
             fn(*row, **kwargs)
         except Exception as err:
             err.add_note(
-                f"at the leaf {_name(tree, row[0])}; leaves before it may have been written"
+                f"at the leaf {_in_words(tree, row[0])}; leaves before it may have been written"
             )
             raise
 
 
-def _name(tree: TensorDictBase, leaf: Any) -> str:
-    return next((repr(as_key(path)) for path, value in tree._leaves() if value is leaf), "")
+def _in_words(tree: TensorDictBase, leaf: Any) -> str:
+    """Return the key of a leaf, with its dtype and what to do if others have another."""
+    leaves = tree._leaves()
+    name = next((repr(as_key(path)) for path, value in leaves if value is leaf), "")
+    if len({value.dtype for _, value in leaves}) == 1:
+        return name
+    kind = str(leaf.dtype).removeprefix("torch.")
+    return f"{name}, which has dtype {kind} (td.apply() can treat leaves apart)"
 
 
 # -- checks before an in-place operation -----------------------------------------------------
@@ -275,7 +281,7 @@ def _check_dtypes(
         try:
             fn(*[_small(x) if isinstance(x, Tensor) else x for x in row], **kwargs)
         except Exception as err:
-            err.add_note(f"at the leaf {_name(tree, row[0])}; nothing has been written")
+            err.add_note(f"at the leaf {_in_words(tree, row[0])}; nothing has been written")
             raise
 
 

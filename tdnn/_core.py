@@ -231,9 +231,16 @@ class TensorDictBase(Declared):
         )
 
     def _missing(self, step: str, path: Path) -> MissingKeyError:
+        nested, joined = tuple(step.split(".")), ".".join(path)
+        if len(nested) > 1 and nested in self:
+            near = f" (did you mean {nested!r}?)"
+        elif len(path) > 1 and joined in self._data:
+            near = f" (did you mean {joined!r}?)"
+        else:
+            near = hint(step, self._data)
         return MissingKeyError(
             f"{as_key(path)!r} is not in the {type(self).__name__}: "
-            f"no {step!r} among {listing(self._data)}{hint(step, self._data)}"
+            f"no {step!r} among {listing(self._data)}{near}"
         )
 
     def _home(self, path: Path) -> tuple["TensorDictBase", Path]:
@@ -441,7 +448,7 @@ class TensorDictBase(Declared):
             )
         why = _obstacle(target)
         if why is not None:
-            raise RuntimeError(f"key {key!r}: cannot write into {why}")
+            raise RuntimeError(f"cannot write in place into [{key!r}]: {why}")
         return [(target, value, key)]
 
     def _all_copies(self, entries: Iterable[tuple[Any, Any]], above: Path = ()) -> list[Write]:
@@ -460,9 +467,13 @@ class TensorDictBase(Declared):
         self._refuse_lost_writes()
         leaves = self._leaves()
         found = [(path, _obstacle(leaf)) for path, leaf in leaves]
-        faults = [f"{as_key(path)!r}, {why}" for path, why in found if why is not None]
+        faults: dict[str, list[NestedKey]] = {}
+        for path, why in found:
+            if why is not None:
+                faults.setdefault(why, []).append(as_key(path))
         if faults:
-            raise RuntimeError(f"cannot write in place into {'; '.join(faults)}")
+            texts = [f"{listing(keys)}: {why}" for why, keys in faults.items()]
+            raise RuntimeError(f"cannot write in place into {'; '.join(texts)}")
         return [leaf for _, leaf in leaves]
 
     def __delitem__(self, key: NestedKey) -> None:
@@ -524,14 +535,22 @@ def entries_of(source: Mapping[Any, Any] | TensorDictBase) -> ItemsView[Any, Any
 
 def _obstacle(target: Tensor) -> str | None:
     """Return what keeps torch from writing into a tensor in place, or None."""
-    if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
-        return "a tensor that requires grad; use torch.no_grad(), or write into td.data"
+    guarded = target.requires_grad and torch.is_grad_enabled()
+    if guarded and (target.is_leaf or (target._is_view() and _is_fixed(target))):
+        return "requires_grad is set; use torch.no_grad(), or write into td.data"
     # Most are contiguous, and then their strides need no look.
     if not target.is_contiguous() and any(
         [not step and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)]
     ):
-        return "an expanded tensor, whose elements share memory; clone() it first"
+        return "elements share memory (expand); clone() it first"
     return None
+
+
+def _is_fixed(view: Tensor) -> bool:
+    """Return whether autograd forbids to write into a view that requires grad."""
+    base, maker = view._base, view.grad_fn
+    is_of_leaf = base is not None and base.is_leaf and base.requires_grad
+    return is_of_leaf or (maker is not None and maker.name().startswith(("Split", "Unbind")))
 
 
 _KINDS = (Tensor, TensorDictBase)

@@ -44,7 +44,8 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         # For an operator (tensor + tree) this makes Python ask the tree's __radd__ next.
         name = _name(func)
         raise TypeError(
-            f"{name} does not take a tree; use td.apply({name}) to call it on every leaf"
+            f"{name} does not take a tree; use td.apply({name}) to call it on every leaf, td[key] "
+            "for one, list(td.values(True, True)) for all; wrap a module in a TensorDictModule"
         )
     return answer
 

@@ -119,8 +119,8 @@ class Lockable(Node):
         scope = self._scope
         if scope is None or scope.entered:
             raise RuntimeError(
-                "`with` needs a change that it can undo, made just before: lock_(), unlock_(), "
-                "flatten_keys() or unflatten_keys(); each call serves one block"
+                "`with` needs a change that it can undo, made just before: to_module(net), "
+                "lock_(), unlock_(), flatten_keys() or unflatten_keys(); each call serves one block"
             )
         scope.enter(self)
         scope.entered = True

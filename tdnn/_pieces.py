@@ -254,7 +254,8 @@ class Pieces(TensorDictBase):
     def __iter__(self) -> Iterator[Self]:
         if not self._batch_size:
             raise TypeError(
-                "a tree without batch dims has no rows; to go over its keys use td.keys()"
+                "a tree without batch dims has no rows; go over its td.keys(), or over all leaves "
+                "by td.values(True, True)"
             )
         return iter(self.unbind(0))
 

@@ -401,7 +401,8 @@ class Pointwise(Operators):
     def lerp_(self, end: Any, weight: Any) -> Self:
         """Move every leaf towards ``end`` in place, as for an average of weights.
 
-        The arguments are those of :meth:`lerp`.
+        The arguments are those of :meth:`lerp`. Leaves of integers, as BatchNorm's counters are,
+        cannot be averaged; :meth:`apply_` can treat them apart.
 
         Example:
             >>> TensorDict({"x": 0.0}).lerp_(TensorDict({"x": 10.0}), 0.25)["x"]

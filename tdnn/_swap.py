@@ -127,7 +127,8 @@ class Swaps(TensorDictBase):
         a slot (a buffer that it rebinds, or one that was None) goes into this tree. If an
         exception leaves the block, this tree is not touched. Without a block the leaves stay in
         the module; a plain tensor for a parameter becomes an ``nn.Parameter`` over the same
-        memory, unless it needs a gradient, which would then not reach it.
+        memory. One that needs a gradient, which would then not reach it, stays as it is, and no
+        optimizer takes it; to load values for good, swap in ``params.data.clone()``.
 
         A module that uses ``torch.utils.checkpoint`` runs again in the backward pass, which
         therefore belongs into the block too.

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from tdnn._keys import NestedKey
 from tdnn._node import itself
 
-__all__ = ["Write", "same_value", "settled", "write"]
+__all__ = ["Write", "as_before", "same_value", "settled", "write"]
 
 Write: TypeAlias = tuple[Tensor, Tensor, NestedKey]  # a leaf, what to copy into it, and its key
 
@@ -33,12 +33,26 @@ def write(writes: list[Write], non_blocking: bool = False) -> None:
             leaves, values, keys = zip(*writes, strict=True)
             writes = [writes[at] for at in settled(leaves, [values], keys.__getitem__)]
         if not targets.isdisjoint([tag(value) for _, value, _ in writes]):
-            writes = [
-                (leaf, value.clone() if value is not leaf and tag(value) in targets else value, key)
-                for leaf, value, key in writes
-            ]
+            leaves, values, keys = zip(*writes, strict=True)
+            writes = list(zip(leaves, as_before(leaves, values), keys, strict=True))
     for leaf, value, _ in writes:
         leaf.copy_(value, non_blocking=non_blocking)
+
+
+def as_before(leaves: Sequence[Tensor], values: Sequence[Any]) -> Sequence[Any]:
+    """Return the values, with a copy of each that is another one of the leaves.
+
+    So they are read as they were before the first leaf is written. Tensors that share memory
+    without being one are not looked for.
+    """
+    tag: Callable[[Any], Any] = itself if is_compiling() else id
+    targets = set(map(tag, leaves))
+    if targets.isdisjoint(map(tag, values)):
+        return values
+    return [
+        value.clone() if value is not leaf and tag(value) in targets else value
+        for leaf, value in zip(leaves, values, strict=True)
+    ]
 
 
 def settled(

@@ -305,6 +305,10 @@ class _Update:
         self._puts[place] = (home, way[0], home._wrapped(way, value))
 
     def commit(self) -> None:
+        written = [leaf for leaf, _, _ in self._copies]
+        for place, (home, key, value) in self._puts.items():
+            if any([value is leaf for leaf in written]):  # it is held as it was given
+                self._puts[place] = home, key, cast(Tensor, value).clone()
         write(self._copies, self._non_blocking)
         for home, key, value in self._puts.values():
             home._put(key, value)

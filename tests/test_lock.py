@@ -198,7 +198,9 @@ def test_a_call_without_a_block_inside_one_does_not_end_it():
 
 def test_a_block_needs_something_to_undo():
     td = make()
-    message = r"`with` needs a change that it can undo, made just before: lock_\(\)"
+    message = (
+        r"`with` needs a change that it can undo, made just before: to_module\(net\), lock_\(\)"
+    )
     with pytest.raises(RuntimeError, match=message), td:
         pass
     view = td.lock_()

@@ -118,7 +118,7 @@ def test_fill_refuses_before_it_writes():
         tree.fill_("a", 1j)
     assert "('a', 'x')" in str(caught.value.__notes__)
     tree["a", "w"] = torch.zeros(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"\('a', 'w'\), a tensor that requires grad"):
+    with pytest.raises(RuntimeError, match=r"\[\('a', 'w'\)\]: requires_grad is set"):
         tree.fill_("a", 1)
     assert (tree.detach() == 0).all()
 

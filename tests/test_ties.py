@@ -127,3 +127,58 @@ def test_writing_ties_traces_if_each_gets_one_value():
     td = tied()
     found = torch.compile(write, backend="eager", fullgraph=True)(td, torch.ones(3))
     assert found.tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda td, new: td.update_(new),
+        lambda td, new: td.update(new, inplace=True),
+        lambda td, new: td.load_state_dict(new),
+        lambda td, new: td.__setitem__(slice(None), new),
+        lambda td, new: td.__setitem__(..., TensorDict(new, [3])),
+        lambda td, new: td.add_(new),
+    ],
+)
+def test_leaves_may_trade_values_in_one_write(write):
+    def make():
+        return TensorDict({"a": torch.zeros(3), "b": torch.ones(3)}, [3])
+
+    td, wanted = make(), make()
+    write(td, {"a": td["b"], "b": td["a"]})
+    write(wanted, {"a": torch.ones(3), "b": torch.zeros(3)})
+    assert bool((td == wanted).all())
+
+
+VIEWS = {
+    "view": lambda w: w[:2],
+    "split": lambda w: w.mul(1).split(2)[0],
+    "unbind": lambda w: w.mul(1).view(2, 2).unbind()[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda td: td.update_({"a": torch.ones(2), "v": torch.ones(2)}),
+        lambda td: td.__setitem__(0, 5.0),
+        lambda td: td.__setitem__(slice(None), {"a": torch.ones(2), "v": torch.ones(2)}),
+        lambda td: td.apply_(lambda leaf: leaf.detach() + 1),
+        lambda td: td.masked_fill_(torch.tensor([True, False]), 1),
+        lambda td: td.clamp_(1, 2),
+        lambda td: td.add_(1),
+    ],
+)
+def test_a_view_that_autograd_guards_is_refused_before_the_first_write(write, view):
+    td = TensorDict({"a": torch.zeros(2), "v": view(torch.zeros(4, requires_grad=True))}, [2])
+    with pytest.raises(RuntimeError, match=r"in place into \['v'\]: requires_grad is set"):
+        write(td)
+    assert td["a"].tolist() == [0, 0]
+
+
+def test_a_new_entry_is_held_as_it_was_given_though_its_tensor_is_overwritten():
+    old = torch.zeros(3)
+    td = TensorDict({"x": old}, [3])
+    td.update({"x": torch.ones(3), "n": old}, inplace=True)
+    assert (td["x"].tolist(), td["n"].tolist()) == ([1] * 3, [0] * 3)

@@ -373,10 +373,19 @@ def _read(path: str, verify: bool | None) -> tuple[dict[str, Tensor], dict[str, 
     return {name: _tensor(data, name, place) for name, place in places.items()}, about
 
 
+_ZIP = b"PK\x03\x04"
+
+
 def _read_header(file: BinaryIO, size: int) -> bytes:
     if size < 8:
         raise FileFormatError(f"it has {size} bytes, too few for a safetensors file")
-    length = int.from_bytes(file.read(8), "little")
+    start = file.read(8)
+    if start.startswith(_ZIP):
+        raise FileFormatError(
+            "it is a zip archive, as torch.save writes one: read it with torch.load; a state dict "
+            "becomes a tree by TensorDict(state).unflatten_keys('.')"
+        )
+    length = int.from_bytes(start, "little")
     if length > _LONGEST_HEADER:
         raise FileFormatError(
             f"it begins like a header of {length} bytes, and the format allows "
