@@ -570,3 +570,41 @@ def test_an_ensemble_shows_its_module_and_how_many():
     assert repr(wrapped(net)).replace("\n", "\n  ") in text
     assert text.endswith("  num_copies=8,\n  expand_input=False,\n  vectorize=False\n)")
     assert repr(nn.LSTM(4, 2)) in repr(EnsembleModule(nn.LSTM(4, 2), 8))
+
+
+def test_buffers_that_are_not_saved_stay_out_of_the_state_dict():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.inner.register_buffer("cache", torch.ones(2), persistent=False)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return self.inner(x)
+
+    members = EnsembleModule(Cached(), 3)
+    members(torch.ones(2))
+    wanted = {f"params_td.{name}" for name in Cached().state_dict()}
+    assert set(members.state_dict()) == wanted
+    members.load_state_dict(members.state_dict())
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_an_ensemble_of_ensembles_draws_all_weights(vectorize):
+    inner = EnsembleModule(nn.Linear(4, 2), 3, vectorize=vectorize)
+    members = EnsembleModule(inner, 2)
+    weights = members.params_td["params_td", "weight"].flatten(0, 1)
+    assert len({row.sum().item() for row in weights.detach()}) == 6
+    x = torch.ones(5, 4)
+    for i, row in enumerate(members(x)):
+        for j, out in enumerate(row):
+            weight, bias = (members.params_td["params_td", key][i, j] for key in ("weight", "bias"))
+            torch.testing.assert_close(out, nn.functional.linear(x, weight, bias))
+
+
+def test_an_ensemble_is_in_the_mode_of_its_module():
+    assert not EnsembleModule(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), 2).training
+    with pytest.raises(TypeError, match="num_copies is a whole number, not True"):
+        EnsembleModule(nn.Linear(2, 2), True)

@@ -250,3 +250,20 @@ def test_an_error_says_what_the_members_ran_on():
         KeyError, match=r"a member of EnsembleModule: TensorDictModule\(Linear\) reads \['x'\]"
     ):
         chain(TensorDict({"xx": torch.randn(5, 4)}))
+
+
+def test_a_module_that_changes_its_input_is_refused():
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            x += 1
+            return self.inner(x)
+
+    with pytest.raises(RuntimeError, match="Adding changed its input in place, and the next"):
+        EnsembleModule(Adding(), 3, vectorize=False)(torch.zeros(2))
+    EnsembleModule(Adding(), 1, vectorize=False)(torch.zeros(2))
+    with torch.inference_mode():
+        EnsembleModule(nn.Linear(2, 2), 3, vectorize=False)(torch.zeros(2))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -38,6 +39,8 @@ class EnsembleModule(TensorDictModuleBase):
     ``(num_copies,)``, and nowhere else: the module itself is kept without memory for them.
     Dropout and other randomness differ from member to member. Buffers (the statistics of
     BatchNorm) are each member's own, also if the forward rebinds them.
+
+    One thread at a time can run it, as with any swap.
 
     Of what the module returns, every tensor gets a new first dim, the members; what is no tensor
     (None, numbers, text) is the same for all members, and stays as it is.
@@ -91,6 +94,8 @@ class EnsembleModule(TensorDictModuleBase):
         for member in members:
             (parameter_init_function or draw_anew)(member)
         self.params_td = TensorDict.from_modules(*members, as_module=True, lock=False)
+        _mark_not_persistent(module, self.params_td)
+        self.training = module.training
         if parameter_init_function is None:
             _refuse_equal_members(module, self.params_td)
         self.num_copies = num_copies
@@ -221,7 +226,15 @@ class EnsembleModule(TensorDictModuleBase):
                 for value in values
             ]
             args, kwargs = pytree.tree_unflatten(mine, spec)
+            before = _versions(values)
             out, rebound = self._run(weights, args, kwargs)
+            if self.expand_input and n + 1 < len(members) and _versions(values) != before:
+                raise RuntimeError(
+                    Told(
+                        f"{title(self._shell)} changed its input in place, and the next member "
+                        "would get what the first one left; let it work on a copy"
+                    )
+                )
             outputs.append(_apart(out, self._shell))
             changed.update(dict.fromkeys(rebound))
         first = outputs[0]
@@ -306,6 +319,9 @@ class EnsembleModule(TensorDictModuleBase):
             self._draw_into(member, self._shell)
         return None if parameters is None else cast(TensorDictBase, stacked.data.requires_grad_())
 
+    def _reset_parameters(self) -> None:  # as modules that hold an ensemble call it
+        self.reset_parameters_recursive()
+
     def __repr__(self) -> str:
         parts = [f"module={self._shell!r}", f"num_copies={self.num_copies}"]
         parts += [f"{name}=False" for name in ("expand_input", "vectorize") if not vars(self)[name]]
@@ -347,6 +363,13 @@ def _together(tensors: list[Tensor], like: _Output) -> Any:
     return pytree.tree_unflatten(values, like.spec)
 
 
+def _versions(values: list[Any]) -> list[int]:
+    """Return how often each tensor was written to, where torch counts that."""
+    if is_compiling():
+        return []
+    return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]
+
+
 def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
     """Stack the tensors of all members; one that they share is expanded, as by ``vmap``."""
     first = tensors[0]
@@ -362,7 +385,7 @@ def _refuse_unfit(module: nn.Module, num_copies: int) -> None:
     """Raise if there cannot be that many copies of the module with weights of their own."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"EnsembleModule takes an nn.Module, not {type(module).__name__}")
-    if not hasattr(num_copies, "__index__"):
+    if isinstance(num_copies, bool) or not hasattr(num_copies, "__index__"):
         raise TypeError(f"num_copies is a whole number, not {num_copies!r}")
     if num_copies < 1:
         raise ValueError(f"an ensemble has at least 1 member, not {num_copies}")
@@ -378,6 +401,14 @@ def _refuse_unfit(module: nn.Module, num_copies: int) -> None:
             f"{title(module)} is not initialised: {listing(lazy)}; call it once on an example, "
             "then make the ensemble"
         )
+
+
+def _mark_not_persistent(module: nn.Module, params: TensorDictParams) -> None:
+    """Leave those buffers out of the state dict that are not in that of the module."""
+    for name, part in module.named_modules():
+        if part._non_persistent_buffers_set:
+            node = params._entry(tuple(name.split("."))) if name else params
+            cast(nn.Module, node)._non_persistent_buffers_set |= part._non_persistent_buffers_set
 
 
 def _is_not_mapped(part: nn.Module) -> bool:
