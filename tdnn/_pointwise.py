@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tdnn._columns import completed, is_number
 from tdnn._combine import combine, combine_
-from tdnn._keys import NestedKey, as_path
+from tdnn._keys import NestedKey, as_key, as_path, listing
 from tdnn._operators import Operators
 
 __all__ = ["Pointwise"]
@@ -169,6 +169,10 @@ class Pointwise(Operators):
         found = self._target(path)
         # A tree of what is to be filled alone, in which it has its own name.
         part = self._like({path[0]: self._wrapped(path, found)}, _NO_BATCH)
+        if isinstance(value, float) and not value.is_integer():  # torch would cut it off
+            lost = [as_key(at) for at, leaf in part._leaves() if not _holds_fractions(leaf)]
+            if lost:
+                raise RuntimeError(f"cannot fill {listing(lost)} with {value}: integers or bools")
         combine_(part, Tensor.fill_, value)
         return self
 
@@ -483,3 +487,7 @@ def _clamp_(leaf: Tensor, low: Any, high: Any) -> Tensor:
     if isinstance(low, Tensor) is isinstance(high, Tensor):
         return leaf.clamp_(low, high)
     return leaf.clamp_min_(low).clamp_max_(high)
+
+
+def _holds_fractions(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()

@@ -479,3 +479,11 @@ def test_an_error_in_a_nested_source_says_in_which_branch():
         with pytest.raises(kind) as caught:
             TensorDict(source, [3])
         assert caught.value.__notes__ == ["in the branch 'y'", "in the branch 'x'"]
+
+
+def test_a_joined_name_is_told_to_be_a_nested_key_and_the_other_way_round():
+    td = TensorDict({"stem": {"weight": torch.ones(2)}})
+    with pytest.raises(MissingKeyError, match=r"\(did you mean \('stem', 'weight'\)\?\)"):
+        td["stem.weight"]
+    with pytest.raises(MissingKeyError, match=r"\(did you mean 'stem\.weight'\?\)"):
+        td.flatten_keys(".")["stem", "weight"]

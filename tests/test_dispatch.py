@@ -334,3 +334,11 @@ def test_wrong_keys_and_separators_are_refused_on_decoration():
         dispatch(source=[1], dest=["x"])
     with pytest.raises(TypeError, match="the separator is a str, not 1"):
         dispatch(1)
+
+
+def test_a_dict_in_place_of_a_tree_is_told_to_become_one():
+    module = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"])
+    with pytest.raises(TypeError, match=r"takes a tree, or tensors, not a dict; give TensorDict\("):
+        module({"x": torch.ones(3)})
+    nested = TensorDictModule(lambda tree: tree["x"], in_keys=["inner"], out_keys=["y"])
+    assert nested({"x": torch.ones(3)}).shape == (3,)

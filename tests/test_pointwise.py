@@ -128,3 +128,11 @@ def test_filling_traces():
     compiled(lambda td: td.fill_("deep", 2).fill_("x", 1))(tree)
     assert (tree["x"] == 1).all()
     assert (tree["deep"] == 2).all()
+
+
+def test_fill_refuses_what_an_integer_cannot_hold():
+    td = TensorDict({"a": {"i": torch.zeros(2, dtype=torch.long), "x": torch.zeros(2)}})
+    with pytest.raises(RuntimeError, match=r"cannot fill \[\('a', 'i'\)\] with 1\.5"):
+        td.fill_("a", 1.5)
+    assert not td["a", "x"].any()
+    assert td.fill_("a", 2)["a", "i"].tolist() == [2, 2]

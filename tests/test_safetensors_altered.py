@@ -310,3 +310,11 @@ def test_a_header_rewritten_by_another_program_says_how_to_read_it(path):
     safetensors.torch.save_file(safetensors.torch.load_file(path), path, metadata)
     with pytest.raises(FileFormatError, match=r"altered after save.*load_file may still read"):
         TensorDict.load(path)
+
+
+def test_a_file_of_torch_save_is_told_to_be_read_by_torch(tmp_path):
+    torch.save({"0.weight": torch.ones(2)}, tmp_path / "net.pt")
+    with pytest.raises(FileFormatError, match=r"read it with torch\.load; .*unflatten_keys"):
+        TensorDict.load(tmp_path / "net.pt")
+    tree = TensorDict(torch.load(tmp_path / "net.pt")).unflatten_keys(".")
+    assert tree["0", "weight"].tolist() == [1, 1]
