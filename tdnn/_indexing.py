@@ -180,7 +180,7 @@ class Indexing(TensorDictBase):
         # Hot (test_setitem_dim): most leaves are such that nothing can be wrong with them.
         if not all([leaf.is_contiguous() and not leaf.requires_grad for leaf in leaves]):
             self._writable()
-        values = list(as_before(leaves, values))
+        values = as_before(leaves, values)
         above = len(source._batch_size)
         size = basic_outline(index if type(index) is tuple else (index,), self._batch_size)
         if size is not None:  # Hot (test_setitem_dim): torch itself casts what it writes to views
