@@ -199,9 +199,14 @@ class Memory:
     __slots__ = ("__weakref__", "plan", "root")
 
     def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
         self.plan: Plan | None = None
+
+    def keep(self, plan: Plan, root: nn.Module) -> None:
+        """Remember a plan for as long as the module is there."""
         me = weakref.ref(self)
         self.root = weakref.ref(root, lambda _: _forget(me()))
+        self.plan = plan
         _MEMORIES.add(self)
 
 
@@ -233,7 +238,8 @@ def plan_for(tree: TensorDictBase, root: nn.Module) -> Plan:
     plan = memory.plan
     if plan is None or not (plan.fits_module(root) and plan.fits_tree()):
         plan = Plan(tree, root, watch=True)
-        memory.plan = None if plan.watches is None else plan
+        if plan.watches is not None:
+            memory.keep(plan, root)
     return plan
 
 
