@@ -11,6 +11,7 @@ from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, leaves_of,
 from tdnn._core import Names, TensorDictBase
 from tdnn._keys import as_key
 from tdnn._ties import settled
+from tdnn._transforms import in_transform
 
 __all__ = ["combine", "combine_", "operate", "operate_"]
 
@@ -177,7 +178,7 @@ def _at_once(
         return None
     many = _FOREACH.get(fn)
     # torch 2.14 has no batching rules for these functions, so vmap needs the loop.
-    if many is None or torch._C._functorch.peek_interpreter_stack() is not None:
+    if many is None or in_transform():
         return None
     for column in columns:
         if isinstance(column, list):

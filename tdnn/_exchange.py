@@ -17,10 +17,11 @@ from tdnn._core import Scope, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_key, listing
 from tdnn._plan import Plan, batched, forget_plan, module_title, nodes_of, plan_for, refuse
 from tdnn._ties import same_value
+from tdnn._transforms import in_transform, is_transformed
 from tdnn._turn import GONE, Turn
 from tdnn.errors import SwapError
 
-__all__ = ["Exchange", "SlotExchange", "can_copy", "is_transformed", "nested"]
+__all__ = ["Exchange", "SlotExchange", "can_copy", "nested"]
 
 _ONLY_PARAMETERS = {Parameter}
 
@@ -152,7 +153,7 @@ class SlotExchange(Exchange):
         are, or else no gradient would reach them.
         """
         turn = self._stack[-1]
-        if self._all_parameters or is_compiling() or _in_transform():
+        if self._all_parameters or is_compiling() or in_transform():
             return
         made: dict[tuple[int, bool], Parameter] = {}  # so that a tie stays one
         kept = []
@@ -258,18 +259,6 @@ def can_copy(leaf: Any, value: Any) -> bool:
         and not is_transformed(value)
         and (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
     )
-
-
-def _in_transform() -> bool:
-    """Return whether a functorch transform is running."""
-    # No public name for this as of torch 2.14.
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def is_transformed(tensor: Any) -> bool:
-    """Return whether a tensor belongs to a functorch transform that is running."""
-    # No public name for this as of torch 2.14.
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def nested(entries: list[tuple[Path, Any]]) -> dict[str, Any]:

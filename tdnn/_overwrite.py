@@ -13,9 +13,10 @@ from torch.nn.parameter import is_lazy
 from tdnn import _claims
 from tdnn._claims import Claim, SlotId
 from tdnn._core import TensorDictBase
-from tdnn._exchange import Exchange, SlotExchange, can_copy, is_transformed, nested
+from tdnn._exchange import Exchange, SlotExchange, can_copy, nested
 from tdnn._keys import hint
 from tdnn._plan import Plan, Slots, module_title
+from tdnn._transforms import is_transformed
 from tdnn._turn import GONE, Turn
 from tdnn.errors import MissingKeyError
 

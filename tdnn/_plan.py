@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import Path, as_key, hint
+from tdnn._transforms import in_transform
 from tdnn.errors import MissingKeyError, SwapError
 
 __all__ = [
@@ -229,7 +230,7 @@ gc.callbacks.append(_before_collection)
 
 def plan_for(tree: TensorDictBase, root: nn.Module) -> Plan:
     """Return a plan: the one that the tree remembers, if both are built as they were then."""
-    if is_compiling():
+    if is_compiling() or in_transform():  # where each call makes trees of its own
         return Plan(tree, root)
     memory: Memory | None = getattr(tree, "_memory", None)
     if memory is None or memory.root() is not root:
