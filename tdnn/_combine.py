@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, leaves_of, operand
-from tdnn._core import Names, TensorDictBase
+from tdnn._core import Names, TensorDictBase, is_writable
 from tdnn._keys import as_key
 from tdnn._ties import settled
 from tdnn._transforms import in_transform
@@ -84,8 +84,10 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
         leaves = columns[0] = leaves_of(tree)
         _check_shapes(tree, columns)
     grads = torch.is_grad_enabled()
-    if not all([x.is_contiguous() and not (grads and x.requires_grad) for x in leaves]):
-        tree._writable()
+    for x in leaves:
+        if (grads and x.requires_grad) or not x.is_contiguous() or not is_writable(x):
+            tree._writable()
+            break
     targets = set(leaves)
     if len(targets) < len(leaves):
         paths = tree._leaves()

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeAlias, Union, cast
 
 import torch
 from torch import Size, Tensor
+from torch.compiler import is_compiling
 
 from tdnn._declared import Declared, Device, as_device, as_size, negative
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
@@ -18,7 +19,17 @@ from tdnn._node import IsLeaf, Names, Scope
 from tdnn._ties import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
 
-__all__ = ["TREES", "Entry", "IsLeaf", "Names", "Scope", "TensorDictBase", "entries_of", "locked"]
+__all__ = [
+    "TREES",
+    "Entry",
+    "IsLeaf",
+    "Names",
+    "Scope",
+    "TensorDictBase",
+    "entries_of",
+    "is_writable",
+    "locked",
+]
 
 Entry: TypeAlias = Union[Tensor, "TensorDictBase"]
 
@@ -538,12 +549,20 @@ def _obstacle(target: Tensor) -> str | None:
     guarded = target.requires_grad and torch.is_grad_enabled()
     if guarded and (target.is_leaf or (target._is_view() and _is_fixed(target))):
         return "requires_grad is set; use torch.no_grad(), or write into td.data"
+    if not is_writable(target):
+        return "it was made in inference mode; clone() it first"
     # Most are contiguous, and then their strides need no look.
     if not target.is_contiguous() and any(
         [not step and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)]
     ):
         return "elements share memory (expand); clone() it first"
     return None
+
+
+def is_writable(target: Tensor) -> bool:
+    """Return whether the mode that a tensor was made in lets one write into it now."""
+    # Dynamo of torch 2.14 cannot trace the question.
+    return is_compiling() or not target.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _is_fixed(view: Tensor) -> bool:

@@ -175,6 +175,13 @@ def test_a_view_that_autograd_guards_is_refused_before_the_first_write(write, vi
     with pytest.raises(RuntimeError, match=r"in place into \['v'\]: requires_grad is set"):
         write(td)
     assert td["a"].tolist() == [0, 0]
+    with torch.inference_mode():
+        td["v"] = torch.zeros(2)
+    with pytest.raises(RuntimeError, match=r"in place into \['v'\]: it was made in inference mode"):
+        write(td)
+    assert td["a"].tolist() == [0, 0]
+    with torch.inference_mode():
+        write(td)
 
 
 def test_a_new_entry_is_held_as_it_was_given_though_its_tensor_is_overwritten():
