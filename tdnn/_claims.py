@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from tdnn._plan import module_title
 from tdnn.errors import SwapError
 
-__all__ = ["Claim", "SlotId", "adopt", "hand_over", "is_latest", "release", "take"]
+__all__ = ["Claim", "SlotId", "adopt", "hand_over", "is_latest", "later", "release", "take"]
 
 _CLAIMS: list["weakref.ref[Claim]"] = []  # oldest first
 _LOCK = threading.Lock()
@@ -118,26 +118,35 @@ def _rival(claim: Claim) -> str | None:
     return None
 
 
-def release(claim: Claim) -> list[Claim]:
-    """Let go of the module; return the claims of this thread that came later and are there."""
+def later(claim: Claim) -> list[Claim]:
+    """Return the claims of this thread that came later than this one and are there."""
     if is_compiling():
         return []
     with _LOCK:
-        at = len(_CLAIMS) - 1
-        while at >= 0 and _CLAIMS[at]() is not claim:
-            at -= 1
-        if at < 0:  # taken inside a compiled function
-            return []
-        after = _CLAIMS[at + 1 :]
-        del _CLAIMS[at]
-    if not after:
-        return []
+        at = _place(claim)
+        after = [] if at < 0 else _CLAIMS[at + 1 :]
     others = [ref() for ref in after]
     return [other for other in others if other is not None and other.thread == claim.thread]
 
 
-def hand_over(claim: Claim, later: list[Claim]) -> tuple[dict[SlotId, Any], dict[Tensor, Tensor]]:
-    """Make blocks that began later and go on give back, at their end, what this one found.
+def release(claim: Claim) -> None:
+    """Let go of the module, once it holds again what it held before."""
+    if not is_compiling():
+        with _LOCK:
+            at = _place(claim)
+            if at >= 0:  # else it was taken inside a compiled function
+                del _CLAIMS[at]
+
+
+def _place(claim: Claim) -> int:
+    at = len(_CLAIMS) - 1
+    while at >= 0 and _CLAIMS[at]() is not claim:
+        at -= 1
+    return at
+
+
+def hand_over(claim: Claim, others: list[Claim]) -> tuple[dict[SlotId, Any], dict[Tensor, Tensor]]:
+    """Make others that began later and go on give back, at their end, what this one found.
 
     Returns:
         What this block left, by slot and by tensor, where a later block goes on. ``claim.saved``
@@ -146,10 +155,12 @@ def hand_over(claim: Claim, later: list[Claim]) -> tuple[dict[SlotId, Any], dict
     debts = claim.debts()
     left: dict[SlotId, Any] = {}
     values: dict[Tensor, Tensor] = {}
-    for other in [other for other in later if other.is_open]:
+    for other in [other for other in others if other.is_open]:
         theirs = other.debts()
         shared = (debts.keys() & theirs.keys()) - left.keys()
         left.update({slot: theirs[slot] for slot in shared})
+        mine = [theirs[slot] for slot in shared]
+        values.update({t: other.saved[t] for t in mine if t in other.saved})
         other.redirect({slot: debts[slot] for slot in shared})
         for tensor in [tensor for tensor in claim.saved if tensor in other.saved]:
             values[tensor] = other.saved[tensor]

@@ -82,10 +82,13 @@ class SlotExchange(Exchange):
             turn.read()
             turn.new = self._bring_in(turn, new)
         except BaseException as error:
-            _claims.release(turn)
-            if turn.old is not None:
-                turn.restore()
-            elif isinstance(error, KeyError):  # the module lost a slot since it was planned
+            try:
+                if turn.old is not None:
+                    turn.restore()
+            finally:
+                _claims.release(turn)
+            # The module may have lost a slot since it was planned.
+            if turn.old is None and isinstance(error, KeyError):
                 self._last = None
                 forget_plan(self._tree)
                 self.put()
@@ -183,13 +186,20 @@ class SlotExchange(Exchange):
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: the slots as they were; what was assigned to them goes into the tree."""
         turn = self._stack.pop()
+        try:
+            left, assigned = self._undo(turn, failed)
+        finally:
+            _claims.release(turn)
+        if not failed and (assigned or left is not turn.new):
+            self._write_back(turn, left, assigned)
+
+    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Any]]:
+        """Bring the slots back; return what was left in them, and in those that held None."""
         now = turn.now()
         filled = [none for none in turn.plan.nones if none[1].get(none[2], GONE) is not None]
         assigned = [(slots.get(key), home, key) for home, slots, key in filled]
-        later = _claims.release(turn)
-        left = now
-        if later:
-            left = turn.hand_over(later, now)
+        later = _claims.later(turn)
+        left = turn.hand_over(later, now) if later else now
         for _, slots, key in filled:
             slots[key] = None
         if not failed:
@@ -197,8 +207,7 @@ class SlotExchange(Exchange):
         turn.restore()
         if filled or left is not turn.new:
             turn.restore_order()
-            if not failed:
-                self._write_back(turn, left, assigned)
+        return left, assigned
 
     def _collect(self, turn: Turn, left: list[Any]) -> None:
         """Bring into the leaves what the block wrote into other tensors that stand for them."""
@@ -209,8 +218,10 @@ class SlotExchange(Exchange):
         plan = turn.plan
         changed = [
             (value, home, key)
-            for value, leaf, home, key in zip(left, turn.new, plan.homes, plan.keys, strict=True)
-            if value is not leaf
+            for value, leaf, own, home, key in zip(
+                left, turn.new, turn.own, plan.homes, plan.keys, strict=True
+            )
+            if value is not leaf and value is not own  # which is no news, but an early way back
         ]
         refused = []
         copies: list[tuple[Any, Any]] = []
@@ -221,7 +232,7 @@ class SlotExchange(Exchange):
             path, node = places[id(home)]
             there = node._data.get(key)
             if node._lock is not None:
-                copies.append((there, value))
+                copies.append((there, turn.left.get(value, value)))
                 if not can_copy(there, value):
                     refused.append(as_key((*path, key)))
             elif value is not GONE and value is not None:

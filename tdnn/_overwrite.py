@@ -69,11 +69,9 @@ class CopyExchange(SlotExchange):
             ]
         )
 
-    def leave(self, node: TensorDictBase, failed: bool) -> None:
-        """End a block: the values as they were; buffers that the forward changed go to the tree."""
-        turn = self._stack[-1]
+    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Any]]:
         try:
-            super().leave(node, failed)
+            return super()._undo(turn, failed)
         finally:
             _copy(turn.saved.items())
 
@@ -109,7 +107,12 @@ class _StateTurn(Claim):
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
         self.before: dict[str, Any] = {}
-        self.slots: list[tuple[Slots, Slots]] = [
+        self.slots: list[tuple[Slots, Slots]] = []
+
+    def read(self) -> None:
+        """Remember what the module holds."""
+        root = self.root
+        self.slots = [
             (slots, dict(slots))
             for module in root.modules()
             if not isinstance(module, ScriptModule)  # its tensors are only overwritten
@@ -120,6 +123,8 @@ class _StateTurn(Claim):
             for tensor in (*root.parameters(), *root.buffers())
             if not is_lazy(tensor)
         }
+        for name, value in root.state_dict().items():
+            self.before[name] = value.detach().clone() if isinstance(value, Tensor) else value
 
     def shows(self) -> bool:
         return True  # the values are copies, so nothing shows
@@ -166,10 +171,9 @@ class StateExchange(Exchange):
     def put(self) -> None:
         module = self._root
         turn = _StateTurn(module)
-        _claims.take(turn)
         try:
-            for name, value in module.state_dict().items():
-                turn.before[name] = value.detach().clone() if isinstance(value, Tensor) else value
+            _claims.take(turn)
+            turn.read()
             state = self._state({_memory(tensor) for tensor in turn.saved})
             report = module.load_state_dict(state, strict=False)
             if report.unexpected_keys:
@@ -178,8 +182,10 @@ class StateExchange(Exchange):
                     f"cannot load into {module_title(module)}: {'; '.join(unknown)}"
                 )
         except BaseException:
-            _claims.release(turn)
-            turn.restore()
+            try:
+                turn.restore()
+            finally:
+                _claims.release(turn)
             raise
         self._stack.append(turn)
         if self._found is None:
@@ -195,21 +201,25 @@ class StateExchange(Exchange):
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: load what the module had; updated buffers go into the tree."""
         turn = self._stack.pop()
-        handed, values = _claims.hand_over(turn, _claims.release(turn))
-        now = self._buffers(handed, values)
-        turn.restore(handed)
+        try:
+            handed, values = _claims.hand_over(turn, _claims.later(turn))
+            now = self._buffers(handed, values)
+            none = {slot for slot, value in turn.debts().items() if value is None}
+            turn.restore(handed)
+        finally:
+            _claims.release(turn)
         leaves = {".".join(path): leaf for path, leaf in self._tree._leaves()}
-        for name in [] if failed else leaves.keys() & now.keys():
-            if can_copy(leaves[name], now[name]):
-                _copy([(leaves[name], now[name])])
-            else:
-                self._tree.set(tuple(name.split(".")), now[name])
+        for name, (slot, value) in ({} if failed else now).items():
+            if can_copy(leaves.get(name), value):
+                _copy([(leaves[name], value)])
+            elif name in leaves or slot in none:
+                self._tree.set(tuple(name.split(".")), value)
 
     def _buffers(
         self, handed: dict[SlotId, Any], values: dict[Tensor, Tensor]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, tuple[SlotId, Tensor]]:
         """Return copies of the buffers as the block left them, by the names of a state dict."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, tuple[SlotId, Tensor]] = {}
         state = self._root.state_dict()
         for name, module in self._root.named_modules(remove_duplicate=False):
             for key, buffer in module._buffers.items():
@@ -219,7 +229,7 @@ class StateExchange(Exchange):
                     left = handed.get(slot, buffer)
                     is_as_seen = left is buffer and left not in values
                     value = state[path] if is_as_seen else values.get(left, left)
-                    found[path] = value.detach().clone()
+                    found[path] = slot, value.detach().clone()
         return found
 
     def held(self) -> dict[str, Any]:

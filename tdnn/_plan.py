@@ -206,7 +206,8 @@ class Memory:
     def keep(self, plan: Plan, root: nn.Module) -> None:
         """Remember a plan for as long as the module is there."""
         me = weakref.ref(self)
-        self.root = weakref.ref(root, lambda _: _forget(me()))
+        # As a default, because globals are gone when the interpreter ends.
+        self.root = weakref.ref(root, lambda _, forget=_forget: forget(me()))  # type: ignore[misc]
         self.plan = plan
         _MEMORIES.add(self)
 

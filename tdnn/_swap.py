@@ -123,8 +123,8 @@ class Swaps(TensorDictBase):
         """Put the leaves into the slots of a module: for a ``with`` block, or to stay.
 
         In a block the module runs on exactly these tensors, so gradients reach them. When the
-        block ends, every slot holds the object that it held before; what the forward assigned to
-        a slot (a buffer that it rebinds, or one that was None) goes into this tree. If an
+        block ends, every slot that has a leaf holds the object that it held before; what the
+        forward assigned to it, or to a buffer that was None, goes into this tree. If an
         exception leaves the block, this tree is not touched. Without a block the leaves stay in
         the module; a plain tensor for a parameter becomes an ``nn.Parameter`` over the same
         memory. One that needs a gradient, which would then not reach it, stays as it is, and no

@@ -8,7 +8,7 @@ copying values or rebuilding names.
 from collections import deque
 from collections.abc import Sequence
 from operator import getitem, is_, setitem
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -27,13 +27,14 @@ GONE: Any = object()  # what a slot holds that was deleted
 class Turn(Claim):
     """One time that leaves stand in the slots."""
 
-    __slots__ = ("_caches", "_lazy", "kept", "left", "new", "old", "plan")
+    __slots__ = ("_caches", "_lazy", "kept", "left", "new", "old", "own", "plan")
 
     def __init__(self, plan: Plan, root: nn.Module) -> None:
         super().__init__(root)
         self.plan = plan
-        self.old: list[Any] | None = None  # what the slots held; None: not read yet
-        self.new: list[Any] = []
+        self.old: list[Any] | None = None  # what to give back to the slots; None: not read yet
+        self.own: list[Any] = []  # what the slots held
+        self.new: Any = None  # what is in the slots; None: not there yet
         self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
         self.left: dict[Tensor, Tensor] = {}  # what it left in tensors that a later block writes to
         self._lazy: Sequence[_LazyState] = ()
@@ -52,7 +53,7 @@ class Turn(Claim):
             KeyError: a slot is gone.
         """
         plan = self.plan
-        self.old = list(map(getitem, plan.targets, plan.keys))
+        self.old = self.own = list(map(getitem, plan.targets, plan.keys))
         _forget_cached()
         if plan.has_lazy:
             self._lazy = _lazy_states(self.modules)
@@ -66,7 +67,7 @@ class Turn(Claim):
 
     def now(self) -> list[Any]:
         """Return what the slots hold: the list ``new`` itself, if nothing was assigned to them."""
-        plan, new = self.plan, self.new
+        plan, new = self.plan, cast(list[Any], self.new)
         try:
             if all(map(is_, map(getitem, plan.targets, plan.keys), new)):
                 return new
@@ -75,7 +76,7 @@ class Turn(Claim):
         return [slots.get(k, GONE) for slots, k in zip(plan.targets, plan.keys, strict=True)]
 
     def shows(self) -> bool:
-        if self.is_open or self.old is None:
+        if self.is_open or self.new is None:
             return True
         plan = self.plan
         now = map(dict.get, plan.targets, plan.keys)

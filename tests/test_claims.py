@@ -1,13 +1,14 @@
 """Two threads in one module: an error for the second, and never the weights of the other."""
 
 import gc
+import sys
 import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from zoo import blank, chain, exact, in_thread, same
+from zoo import blank, chain, equal, exact, in_thread, same, values
 
 from tdnn import MissingKeyError, SwapError, TensorDict
 
@@ -161,16 +162,30 @@ def test_swaps_leave_neither_modules_nor_trees_behind():
     assert [ref() for ref in seen] == [None, None, None]
 
 
-def test_no_thread_ever_sees_the_weights_of_another():
+@pytest.fixture
+def restless():
+    """Let threads take turns as often as Python can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+WAYS = [{}, {"inplace": True}, {"use_state_dict": True}]
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("ways", [*[[way] for way in WAYS], WAYS], ids=str)
+def test_no_thread_ever_sees_the_weights_of_another(ways):
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False))
-    before = exact(net)
+    before, held = exact(net), values(net)
     threads, rounds = 4, 60
     barrier = threading.Barrier(threads)
     mixed, ran, refused = [], [0] * threads, [0] * threads
 
     def work(n):
         value = torch.full((1, 1), float(n + 1))
-        params = TensorDict({"0": {"weight": value}, "2": {"weight": value}})
+        params = TensorDict({"0": {"weight": value.clone()}, "2": {"weight": value.clone()}})
         kept = None
         wanted = ((n + 1) * torch.tanh(torch.tensor([n + 1.0]))).item()
         for i in range(rounds):
@@ -178,7 +193,7 @@ def test_no_thread_ever_sees_the_weights_of_another():
                 barrier.wait()
             try:
                 if kept is None or i % 3:
-                    kept = params.to_module(net)
+                    kept = params.to_module(net, **ways[(i + n) % len(ways)])
                 with kept:
                     for _ in range(3):
                         found = net(torch.ones(1)).item()
@@ -186,6 +201,8 @@ def test_no_thread_ever_sees_the_weights_of_another():
                             mixed.append((n, found))
                 kept = kept if i % 2 else None
                 ran[n] += 1
+                if not all([bool((leaf == value).all()) for leaf in params.values(True, True)]):
+                    mixed.append((n, params.to_dict()))
             except SwapError:
                 refused[n] += 1
 
@@ -198,3 +215,33 @@ def test_no_thread_ever_sees_the_weights_of_another():
     assert sum(ran) > 0
     assert sum(ran) + sum(refused) == threads * rounds
     assert same(before, exact(net))
+    assert equal(held, values(net))
+
+
+def test_a_module_is_taken_until_it_holds_its_own_values_again():
+    """The hook runs while the block of the first thread is undone."""
+    net = nn.Linear(1, 1, bias=False)
+    undoing, go_on, calls = threading.Event(), threading.Event(), []
+
+    def hook(*_):
+        if threading.current_thread() is not threading.main_thread():
+            calls.append(1)
+            if len(calls) == 2:
+                undoing.set()
+                go_on.wait(10)
+
+    net.register_load_state_dict_pre_hook(hook)
+
+    def run():
+        with blank(net).to_module(net, use_state_dict=True):
+            pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert undoing.wait(10)
+    with pytest.raises(SwapError, match="is in a swap of thread"):
+        blank(net).to_module(net)
+    go_on.set()
+    thread.join()
+    with blank(net).to_module(net):
+        assert not net.weight.any()

@@ -179,3 +179,44 @@ def test_the_swap_through_the_state_dict_is_a_tree_too():
     assert list(old.keys(True, True)) == list(TensorDict.from_module(net).keys(True, True))
     old.to_module(net, use_state_dict=True)
     assert equal(held, values(net))
+
+
+@pytest.mark.parametrize("way", [{}, {"inplace": True}, {"use_state_dict": True}])
+@pytest.mark.parametrize("other", [{}, {"inplace": True}, {"use_state_dict": True}])
+def test_a_rebound_buffer_reaches_its_tree_though_a_later_block_goes_on(way, other):
+    net = Counter(rebind)
+    before, held = exact(net), values(net)
+    one, two = (TensorDict({"calls": torch.tensor(10.0 * n)}) for n in (1, 2))
+    first, second = one.to_module(net, **way), two.to_module
+    first.__enter__()
+    net(torch.ones(1))
+    second = second(net, **other)
+    second.__enter__()
+    first.__exit__(None, None, None)
+    net(torch.ones(1))
+    second.__exit__(None, None, None)
+    assert (one["calls"], two["calls"]) == (11, 21)
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+
+
+@pytest.mark.parametrize("way", [{}, {"inplace": True}, {"use_state_dict": True}])
+def test_a_buffer_without_a_value_that_the_forward_fills_goes_into_the_tree(way):
+    net = nn.Linear(2, 2)
+    net.register_buffer("last", None)
+    params = blank(net)
+    with params.to_module(net, **way):
+        net.last = torch.ones(2)
+    assert net.last is None
+    assert params["last"].tolist() == [1, 1]
+
+
+def test_a_way_back_inside_the_block_is_nothing_new_for_the_tree():
+    net = chain()
+    before, params = exact(net), blank(net)
+    held = [id(leaf) for leaf in params.values(True, True)]
+    with params.to_module(net) as old:
+        old.to_module(net)
+        assert same(before, exact(net))
+    assert [id(leaf) for leaf in params.values(True, True)] == held
+    assert same(before, exact(net))
