@@ -73,6 +73,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 def _loops(work: Work, seconds: float, clock: Clock) -> int:
     """Return how often to repeat a work for about ``seconds``; it is warm afterwards."""
+    _elapsed(work, 3, clock)  # the first calls fill caches, and say little of the later ones
     loops = 1
     while (taken := _elapsed(work, loops, clock)) < seconds / 2:
         loops = max(loops * 2, int(loops * seconds / taken) if taken > 0 else 0)
