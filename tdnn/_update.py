@@ -6,6 +6,7 @@ from typing import Any, Self, TypeVar, cast
 from torch import Tensor
 
 from tdnn._core import TREES, Entry, IsLeaf, TensorDictBase, entries_of, locked
+from tdnn._declared import common_start
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn._ties import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
@@ -187,7 +188,9 @@ def _merged(
 ) -> Merged:
     """Return one node of the entries of several, out of ``total`` trees."""
     first = nodes[0]
-    made = first._like({}, first._batch_size, first._names)
+    # The whole is like the first tree; a branch has the dims that all have of it.
+    size = common_start([node._batch_size for node in nodes]) if above else first._batch_size
+    made = first._like({}, size, first._names and first._names[: len(size)])
     for key in dict.fromkeys([key for node in nodes for key in node._data]):
         path = (*above, key)
         found = [node._data[key] for node in nodes if key in node._data]

@@ -111,6 +111,15 @@ def test_a_merged_tree_has_the_leaves_of_all_and_the_first_ones_count(one, two):
     assert (state(one), state(two)) == before
 
 
+def test_merged_branches_keep_the_batch_dims_that_they_share():
+    one = TensorDict({"b": TensorDict({}, [2, 0])}, [2])
+    two = TensorDict({"b": {"x": torch.zeros(2)}}, [2])
+    for trees_ in ((one, two), (two, one)):
+        made = merge_tensordicts(*trees_)
+        assert (made.batch_size, made["b"].batch_size) == ((2,), (2,))
+        assert made["b", "x"] is two["b", "x"]
+
+
 def three():
     return [TensorDict({"n": {"own": i, "all": i}, "all": i, f"k{i}": i}) for i in range(3)]
 
