@@ -44,6 +44,10 @@ class Claim(ABC):
         """Let it give back other things to some of its slots."""
 
     @abstractmethod
+    def expect(self, emptied: set[SlotId]) -> None:
+        """Take out, at its end, what it assigns to slots that have no value any more."""
+
+    @abstractmethod
     def shows(self) -> bool:
         """Return whether the module still holds anything that the swap brought in."""
 
@@ -155,7 +159,8 @@ def hand_over(claim: Claim, others: list[Claim]) -> tuple[dict[SlotId, Any], dic
     debts = claim.debts()
     left: dict[SlotId, Any] = {}
     values: dict[Tensor, Tensor] = {}
-    for other in [other for other in others if other.is_open]:
+    others = [other for other in others if other.is_open]
+    for other in others:
         theirs = other.debts()
         shared = (debts.keys() & theirs.keys()) - left.keys()
         left.update({slot: theirs[slot] for slot in shared})
@@ -165,6 +170,9 @@ def hand_over(claim: Claim, others: list[Claim]) -> tuple[dict[SlotId, Any], dic
         for tensor in [tensor for tensor in claim.saved if tensor in other.saved]:
             values[tensor] = other.saved[tensor]
             other.saved[tensor] = claim.saved.pop(tensor)
+    emptied = {slot for slot, value in debts.items() if value is None} - left.keys()
+    for other in others:
+        other.expect(emptied)
     return left, values
 
 

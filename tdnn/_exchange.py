@@ -18,7 +18,7 @@ from tdnn._keys import NestedKey, Path, as_key, listing
 from tdnn._plan import Plan, batched, forget_plan, module_title, nodes_of, plan_for, refuse
 from tdnn._ties import same_value
 from tdnn._transforms import in_transform, is_transformed
-from tdnn._turn import GONE, Turn
+from tdnn._turn import GONE, Filled, Turn
 from tdnn.errors import SwapError
 
 __all__ = ["Exchange", "SlotExchange", "can_copy", "nested"]
@@ -187,37 +187,38 @@ class SlotExchange(Exchange):
         """End a block: the slots as they were; what was assigned to them goes into the tree."""
         turn = self._stack.pop()
         try:
-            left, assigned = self._undo(turn, failed)
+            left, filled = self._undo(turn, failed)
         finally:
             _claims.release(turn)
-        if not failed and (assigned or left is not turn.new):
-            self._write_back(turn, left, assigned)
+        if not failed and (filled or left is not turn.new):
+            self._write_back(turn, left, filled)
 
-    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Any]]:
+    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Filled]]:
         """Bring the slots back; return what was left in them, and in those that held None."""
         now = turn.now()
-        filled = [none for none in turn.plan.nones if none[1].get(none[2], GONE) is not None]
-        assigned = [(slots.get(key), home, key) for home, slots, key in filled]
         later = _claims.later(turn)
-        left = turn.hand_over(later, now) if later else now
-        for _, slots, key in filled:
-            slots[key] = None
+        handed = turn.hand_over(later, now) if later else {}
+        left = now
+        if handed:
+            pairs = zip(turn.plan.slot_ids(), now, strict=True)
+            left = [handed.get(slot, value) for slot, value in pairs]
+        filled = turn.take_out(handed)
         if not failed:
             self._collect(turn, left)
         turn.restore()
-        if filled or left is not turn.new:
+        if filled or left is not turn.new or not turn.plan.has_order():
             turn.restore_order()
-        return left, assigned
+        return left, filled
 
     def _collect(self, turn: Turn, left: list[Any]) -> None:
         """Bring into the leaves what the block wrote into other tensors that stand for them."""
 
-    def _write_back(self, turn: Turn, left: list[Any], filled: list[Any]) -> None:
+    def _write_back(self, turn: Turn, left: list[Any], filled: list[Filled]) -> None:
         """Put what was assigned to the slots during the block into the tree; all or nothing."""
         places = {id(home): (path, node) for path, node, home in nodes_of(self._tree, ())}
         plan = turn.plan
         changed = [
-            (value, home, key)
+            (home, key, value)
             for value, leaf, own, home, key in zip(
                 left, turn.new, turn.own, plan.homes, plan.keys, strict=True
             )
@@ -226,7 +227,7 @@ class SlotExchange(Exchange):
         refused = []
         copies: list[tuple[Any, Any]] = []
         writes: list[tuple[TensorDictBase, str, Any]] = []
-        for value, home, key in [*changed, *filled]:
+        for home, key, value in [*changed, *filled]:
             if id(home) not in places:
                 continue  # its branch left the tree during the block
             path, node = places[id(home)]

@@ -17,7 +17,7 @@ from tdnn._exchange import Exchange, SlotExchange, can_copy, nested
 from tdnn._keys import hint
 from tdnn._plan import Plan, Slots, module_title
 from tdnn._transforms import is_transformed
-from tdnn._turn import GONE, Turn
+from tdnn._turn import Filled, Turn
 from tdnn.errors import MissingKeyError
 
 __all__ = ["CopyExchange", "StateExchange"]
@@ -69,7 +69,7 @@ class CopyExchange(SlotExchange):
             ]
         )
 
-    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Any]]:
+    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Filled]]:
         try:
             return super()._undo(turn, failed)
         finally:
@@ -142,6 +142,9 @@ class _StateTurn(Claim):
         if debts:  # what was read of the tensors that it found is not for those it gives back
             self.before = _without_tensors(self.before)
 
+    def expect(self, emptied: set[SlotId]) -> None:
+        """Do nothing: all slots are among its debts."""
+
     def restore(self, handed: Container[SlotId] = ()) -> None:
         """Give back what the module had, but for slots in which a later block goes on."""
         for slots, held in self.slots:
@@ -149,7 +152,8 @@ class _StateTurn(Claim):
                 key: slots[key] if (id(slots), key) in handed and key in slots else value
                 for key, value in held.items()
             }
-            if any([slots.get(key, GONE) is not value for key, value in back.items()]):
+            moved = [*slots][: len(back)] != [*back]
+            if moved or any([slots[key] is not value for key, value in back.items()]):
                 more = {key: value for key, value in slots.items() if key not in back}
                 slots.clear()
                 slots.update({**back, **more})

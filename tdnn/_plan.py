@@ -6,6 +6,7 @@ every leaf, or lists all leaves that have none, before anything is written.
 
 import gc
 import weakref
+from itertools import chain
 from operator import getitem, is_
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -16,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import Path, as_key, hint
+from tdnn._registrations import registrations
 from tdnn._transforms import in_transform
 from tdnn.errors import MissingKeyError, SwapError
 
@@ -47,6 +49,7 @@ class Plan:
     """
 
     __slots__ = (
+        "buffers",
         "children",
         "has_lazy",
         "has_listeners",
@@ -55,8 +58,11 @@ class Plan:
         "is_shared",
         "keys",
         "kind",
+        "names",
         "nones",
-        "orders",
+        "registered",
+        "registries",
+        "sizes",
         "targets",
         "watches",
     )
@@ -66,7 +72,8 @@ class Plan:
         self.homes: list[Slots] = []
         self.targets: list[Slots] = []
         self.keys: list[str] = []
-        self.orders: list[tuple[Slots, list[str]]] = []  # of the names in the dicts
+        self.registries: list[Slots] = []  # the dicts of the modules that have names
+        self.buffers: list[tuple[Slots, Slots]] = []  # those of buffers, and their homes
         self.nones: list[tuple[Slots, Slots, str]] = []  # buffers without a value, and their home
         self.children: list[nn.Module] = []  # that it enters; one with two names is here twice
         # Each dict of the tree, with its module.
@@ -78,6 +85,9 @@ class Plan:
             _refuse_scripts(root)
             raise
         self.is_plain = kinds == {tree._kind}
+        self.names = [*chain.from_iterable(self.registries)]
+        self.sizes = [*map(len, self.registries)]
+        self.registered = 0 if is_compiling() else registrations()  # when the order was seen
         if self.nones:  # the nodes of a TensorDictParams have several dicts
             taken = set(self.slot_ids())
             nones = {(id(slots), key): (home, slots, key) for home, slots, key in self.nones}
@@ -105,7 +115,7 @@ class Plan:
         no look at the leaves themselves.
         """
         homes, targets, keys, children = self.homes, self.targets, self.keys, self.children
-        orders = self.orders
+        registries = self.registries
         plain = tree._kind  # nodes whose entries are all in the one dict _data
         for home, module in visits:
             parameters: Any = module._parameters
@@ -137,9 +147,10 @@ class Plan:
                 elif _has_leaf(home[key]):
                     refuse(tree, root)
             if parameters:
-                orders.append((parameters, [*parameters]))
+                registries.append(parameters)
             if buffers:
-                orders.append((buffers, [*buffers]))
+                registries.append(buffers)
+                self.buffers.append((home, buffers))
                 self._note_nones(home, buffers)
 
     def _note_nones(self, home: Slots, buffers: Slots) -> None:
@@ -157,7 +168,22 @@ class Plan:
 
     def fits_module(self, root: nn.Module) -> bool:
         """Return whether the module is known to be built as it was when this was planned."""
-        return self.watches is not None and type(root) is self.kind and self.watches[0].holds()
+        return (
+            self.watches is not None
+            and type(root) is self.kind
+            and self.has_order()
+            and self.watches[0].holds()
+        )
+
+    def has_order(self) -> bool:
+        """Return whether the names in the dicts of the modules are those of then, in order."""
+        if is_compiling():
+            return [*chain.from_iterable(self.registries)] == self.names
+        now = registrations()
+        # Hot (test_to_module_speed, test_kept_swap_speed): a look at the names costs a tenth.
+        if now != self.registered and [*chain.from_iterable(self.registries)] == self.names:
+            self.registered = now
+        return now == self.registered
 
     def fits_tree(self) -> bool:
         """Return the same of the tree."""
@@ -306,8 +332,8 @@ def _watch_module(plan: Plan, visits: list[tuple[Slots, nn.Module]]) -> Watch:
     for module in modules:
         own = vars(module)
         links += [(own, name, slots) for name, slots in own.items() if id(slots) in used]
-    buffer_dicts = [cast(Slots, module._buffers) for module in modules]
-    return Watch(links, buffer_dicts, plan.children)
+    empty = [cast(Slots, module._buffers) for module in modules if not module._buffers]
+    return Watch(links, empty, plan.children)
 
 
 def _has_leaf(value: object) -> bool:

@@ -7,8 +7,9 @@ copying values or rebuilding names.
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from operator import getitem, is_, setitem
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -19,7 +20,9 @@ from tdnn import _claims
 from tdnn._claims import Claim, SlotId
 from tdnn._plan import SETATTR, Plan, Slots
 
-__all__ = ["GONE", "Turn"]
+__all__ = ["GONE", "Filled", "Turn"]
+
+Filled: TypeAlias = tuple[Slots, str, Any]  # the home of a buffer, its key, and its value
 
 GONE: Any = object()  # what a slot holds that was deleted
 
@@ -27,7 +30,7 @@ GONE: Any = object()  # what a slot holds that was deleted
 class Turn(Claim):
     """One time that leaves stand in the slots."""
 
-    __slots__ = ("_caches", "_lazy", "kept", "left", "new", "old", "own", "plan")
+    __slots__ = ("_caches", "_lazy", "kept", "left", "new", "nones", "old", "own", "plan")
 
     def __init__(self, plan: Plan, root: nn.Module) -> None:
         super().__init__(root)
@@ -36,6 +39,7 @@ class Turn(Claim):
         self.own: list[Any] = []  # what the slots held
         self.new: Any = None  # what is in the slots; None: not there yet
         self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
+        self.nones = plan.nones  # buffers without a value, which a block may fill
         self.left: dict[Tensor, Tensor] = {}  # what it left in tensors that a later block writes to
         self._lazy: Sequence[_LazyState] = ()
         self._caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
@@ -74,6 +78,20 @@ class Turn(Claim):
         except KeyError:
             pass  # a slot was deleted
         return [slots.get(k, GONE) for slots, k in zip(plan.targets, plan.keys, strict=True)]
+
+    def take_out(self, handed: dict[SlotId, Any]) -> list[Filled]:
+        """Leave the buffers that had no value without one; return what the block gave them."""
+        found = []
+        for home, slots, key in self.nones:
+            if handed and (id(slots), key) in handed:  # a later block goes on with it
+                value = handed[id(slots), key]
+            else:
+                value = slots.get(key, GONE)
+                if value is not None:
+                    slots[key] = None
+            if value is not None:
+                found.append((home, key, value))
+        return found
 
     def shows(self) -> bool:
         if self.is_open or self.new is None:
@@ -117,30 +135,42 @@ class Turn(Claim):
 
     def restore_order(self) -> None:
         """Bring the names back into their order, if the block deleted and remade a slot."""
-        for slots, order in self.plan.orders:
-            wanted = [key for key in order if key in slots]
-            if wanted != [key for key in slots if key in set(wanted)]:
+        plan = self.plan
+        names = iter(plan.names)
+        for slots, size in zip(plan.registries, plan.sizes, strict=True):
+            order = [*islice(names, size)]
+            if [*slots] != order:
                 held = dict(slots)
                 slots.clear()
-                slots.update({key: held.pop(key) for key in wanted})
+                slots.update({key: held.pop(key) for key in order if key in held})
                 slots.update(held)
 
     # -- blocks that end in another order than they began --------------------------------------
 
     def debts(self) -> dict[SlotId, Any]:
-        return dict(zip(self.plan.slot_ids(), self.old or (), strict=True))
+        nones = {(id(slots), key): None for _, slots, key in self.nones}
+        return {**nones, **dict(zip(self.plan.slot_ids(), self.old or (), strict=True))}
 
     def redirect(self, debts: dict[SlotId, Any]) -> None:
         pairs = zip(self.plan.slot_ids(), self.old or (), strict=True)
         self.old = [debts.get(slot, value) for slot, value in pairs]
 
-    def hand_over(self, later: list[Claim], now: list[Any]) -> list[Any]:
+    def expect(self, emptied: set[SlotId]) -> None:
+        mine = {
+            (id(slots), key): (home, slots, key)
+            for home, slots in self.plan.buffers
+            for key in slots
+            if (id(slots), key) in emptied
+        }
+        self.nones = [*self.nones, *mine.values()]
+
+    def hand_over(self, later: list[Claim], now: list[Any]) -> dict[SlotId, Any]:
         """Let later blocks go on, which give back at their end what this one found.
 
         A later swap in which no block runs ends here, with the block around it.
 
         Returns:
-            What this block left in each slot; ``old`` is then what to write now.
+            What this block left in the slots of the later blocks; ``old`` is then what to write.
         """
         for other in later:
             if not other.is_open and not other.debts().keys().isdisjoint(self.debts().keys()):
@@ -152,7 +182,7 @@ class Turn(Claim):
             value if slot in handed and value is not GONE else before
             for slot, value, before in zip(slots, now, self.old or (), strict=True)
         ]
-        return [handed.get(slot, value) for slot, value in zip(slots, now, strict=True)]
+        return handed
 
 
 # -- rare kinds of modules -----------------------------------------------------------------------

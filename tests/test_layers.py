@@ -14,7 +14,7 @@ PACKAGE = Path(tdnn.__file__).parent
 # From the bottom up. A file imports only from lines above its own; files on one line do not
 # import each other. A new file gets its place here.
 LAYERS = [
-    "errors _keys _marks _transforms",
+    "errors _keys _marks _registrations _transforms",
     "_node",
     "_lock _ties",
     "_declared",

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from zoo import Counter, blank, chain, equal, exact, rebind, same, values, weights_of
+from torch.nn.utils import parametrize
+from zoo import Counter, blank, chain, equal, exact, rebind, same, values, warmed, weights_of
 
 from tdnn import TensorDict
 
@@ -155,4 +156,115 @@ def test_a_block_left_by_closing_its_generator_gives_everything_back():
     block = opened(blank(net), net)
     next(block)
     block.close()
+    assert same(before, exact(net))
+
+
+# -- buffers without a value ---------------------------------------------------------------------
+
+
+class Hollow(nn.Module):
+    """Fills its buffer at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", None)
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen = x if self.seen is None else self.seen + x
+        return x * self.weight
+
+
+def seen_in(trees):
+    return [tree["seen"].item() if "seen" in tree else None for tree in trees]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    has_leaf=st.lists(st.booleans(), min_size=2, max_size=3),
+    data=st.data(),
+)
+def test_what_overlapping_blocks_give_to_a_buffer_without_a_value_goes_into_their_own_trees(
+    has_leaf, data
+):
+    """A call counts for the block that began last; without another's value, if that has ended."""
+    net = Hollow()
+    before = exact(net)
+    count = len(has_leaf)
+    trees = [blank(net) for _ in range(count)]
+    for tree, has in zip(trees, has_leaf, strict=True):
+        if has:
+            tree["seen"] = torch.zeros(1)
+    blocks = [opened(tree, net) for tree in trees]
+    stack = []  # of the blocks that run: the tree, and what it has for the buffer
+    wanted = [0.0 if has else None for has in has_leaf]
+    events = data.draw(st.permutations([*range(count), *range(count), "call", "call"]))
+    ended = set()
+    for event in events:
+        if event == "call":
+            if not stack:
+                continue
+            net(torch.ones(1))
+            owner = next((n for n in reversed(stack) if wanted[n] is not None), stack[-1])
+            wanted[owner] = (wanted[owner] or 0.0) + 1
+        elif event not in stack and event not in ended:
+            next(blocks[event])
+            stack.append(event)
+        elif event in stack:
+            next(blocks[event])
+            stack.remove(event)
+            ended.add(event)
+    for n in list(stack):
+        next(blocks[n])
+    assert seen_in(trees) == wanted
+    assert same(before, exact(net))
+
+
+# -- the order of names --------------------------------------------------------------------------
+
+
+def register_again(net):
+    """Delete a parameter and register the very same object, as torch's parametrizations do."""
+    weight = net[0].weight
+    del net[0].weight
+    net[0].register_parameter("weight", weight)
+
+
+def parametrize_for_a_while(net):
+    parametrize.register_parametrization(net[0], "weight", nn.Identity())
+    parametrize.remove_parametrizations(net[0], "weight")
+
+
+@pytest.mark.parametrize("way", [*WAYS, {"inplace": True, "kept": True}, {"kept": True}])
+@pytest.mark.parametrize("act", [register_again, parametrize_for_a_while])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_name_that_is_deleted_and_registered_again_keeps_its_place(way, act, times):
+    net = chain()
+    order = list(net.state_dict())
+    params = TensorDict.from_module(chain())
+    options = {name: value for name, value in way.items() if name != "kept"}
+    swap = params.to_module(net, **options)
+    for n in range(times):
+        if n and "kept" not in way:
+            swap = params.to_module(net, **options)
+        with swap:
+            act(net)
+            assert list(net[0].state_dict()) == ["bias", "weight"]
+        assert list(net.state_dict()) == order
+        assert [name for name, _ in net.named_parameters()] == order
+
+
+def test_an_order_of_names_that_was_changed_between_two_blocks_stays():
+    net = chain()
+    net.append(Counter(rebind))
+    params = blank(net)
+    kept = warmed(params.to_module(net))
+    register_again(net)
+    before = exact(net)
+    with kept:
+        net(torch.ones(1, 4))
+    assert same(before, exact(net))
+    with params.to_module(net):
+        net(torch.ones(1, 4))
     assert same(before, exact(net))
