@@ -5,7 +5,7 @@ An exchange is planned and checked as a whole, then written slot by slot, and un
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from tdnn import _claims
 from tdnn._core import Scope, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_key, listing
-from tdnn._plan import Plan, batched, forget_plan, module_title, nodes_of, plan_for, refuse
+from tdnn._plan import Plan, Slots, batched, forget_plan, module_title, nodes_of, plan_for, refuse
 from tdnn._ties import same_value
 from tdnn._transforms import in_transform, is_transformed
 from tdnn._turn import GONE, Filled, Turn
@@ -43,8 +43,8 @@ class Exchange(Scope):
         """Bring the tree's values into the module; after an error nothing has changed."""
 
     @abstractmethod
-    def held(self) -> dict[str, Any]:
-        """Return nested dicts of what the module held before the first ``put``."""
+    def held(self) -> TensorDictBase:
+        """Return a tree of what the module held before the first ``put``."""
 
     def keep_parameters(self) -> None:  # only tensors that replace others need it
         """Make what stands for a parameter one, for as long as no block begins."""
@@ -225,6 +225,7 @@ class SlotExchange(Exchange):
             if value is not leaf and value is not own  # which is no news, but an early way back
         ]
         refused = []
+        given: dict[tuple[int, str], Any] = {}
         copies: list[tuple[Any, Any]] = []
         writes: list[tuple[TensorDictBase, str, Any]] = []
         for home, key, value in [*changed, *filled]:
@@ -232,8 +233,14 @@ class SlotExchange(Exchange):
                 continue  # its branch left the tree during the block
             path, node = places[id(home)]
             there = node._data.get(key)
+            if given.setdefault((id(home), key), value) is not value:
+                raise SwapError(
+                    "the block assigned two values to slots that share the entry "
+                    f"{as_key((*path, key))!r} of the tree, which can take only one"
+                )
             if node._lock is not None:
-                copies.append((there, turn.left.get(value, value)))
+                left_in: dict[Any, Tensor] = turn.left
+                copies.append((there, left_in.get(value, value) if left_in else value))
                 if not can_copy(there, value):
                     refused.append(as_key((*path, key)))
             elif value is not GONE and value is not None:
@@ -254,10 +261,53 @@ class SlotExchange(Exchange):
             else:
                 node._put(key, value)
 
-    def held(self) -> dict[str, Any]:
+    def held(self) -> TensorDictBase:
         plan, found = self._found
+        entries = [
+            (home, slots, key, value)
+            for home, slots, key, value in zip(
+                plan.homes, plan.targets, plan.keys, found, strict=True
+            )
+            if value is not None
+        ]
+        # Hot (test_exec_td): one pass, if tree and module still belong together as they did.
+        values: dict[tuple[int, int], Slots] = {}
+        for home, slots, key, value in entries:
+            values.setdefault((id(home), id(slots)), {})[key] = value
+        met: set[tuple[int, int]] = set()
+        tree = _mirrored(self._tree, self._root, values, met, self._tree._plain_kind())
+        if len(met) == len(values):
+            return tree
         pairs = zip(plan.paths(self._tree, self._root), found, strict=True)
-        return nested([(path, value) for path, value in pairs if value is not None])
+        return nested(self._tree, [(path, value) for path, value in pairs if value is not None])
+
+
+def _mirrored(
+    node: TensorDictBase,
+    module: nn.Module,
+    values: dict[tuple[int, int], Slots],
+    met: set[tuple[int, int]],
+    empty: TensorDictBase,
+) -> TensorDictBase:
+    """Return a tree with the branches of another one, and the leaves that belong there.
+
+    ``values`` has the leaves by the ids of a dict of the other tree and of one of the module;
+    ``met`` gets those that were found.
+    """
+    data: Slots = {}
+    for home in node._dicts():
+        for slots in (module._parameters, module._buffers):
+            pair = (id(home), id(slots))
+            if pair in values:
+                met.add(pair)
+                data.update(values[pair])
+    for key, value in node._data.items():
+        child = module._modules.get(key)
+        if child is not None and isinstance(value, TensorDictBase):
+            below = _mirrored(value, child, values, met, empty)
+            if below._data:
+                data[key] = below
+    return empty._like(data, empty._batch_size)
 
 
 # -- values ------------------------------------------------------------------------------------
@@ -273,11 +323,11 @@ def can_copy(leaf: Any, value: Any) -> bool:
     )
 
 
-def nested(entries: list[tuple[Path, Any]]) -> dict[str, Any]:
+def nested(like: TensorDictBase, entries: list[tuple[Path, Any]]) -> TensorDictBase:
     tree: dict[str, Any] = {}
     for path, value in entries:
         at = tree
         for step in path[:-1]:
             at = at.setdefault(step, {})
         at[path[-1]] = value
-    return tree
+    return cast(TensorDictBase, like._plain_kind(tree))

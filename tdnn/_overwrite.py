@@ -236,5 +236,6 @@ class StateExchange(Exchange):
                     found[path] = slot, value.detach().clone()
         return found
 
-    def held(self) -> dict[str, Any]:
-        return nested([(tuple(name.split(".")), value) for name, value in self._found.items()])
+    def held(self) -> TensorDictBase:
+        entries = [(tuple(name.split(".")), value) for name, value in self._found.items()]
+        return nested(self._tree, entries)

@@ -194,16 +194,20 @@ class Plan:
         return list(map(getitem, self.homes, self.keys))
 
     def paths(self, tree: TensorDictBase, root: nn.Module) -> list[Path]:
-        """Return the path of each slot: in the tree, or, if that has changed, in the module."""
-        at = {id(home): path for path, _, home in nodes_of(tree, ())}
-        if not all([id(home) in at for home in self.homes]):
-            for name, module in root.named_modules(remove_duplicate=False):
-                path = tuple(name.split(".")) if name else ()
-                for slots in (module._parameters, module._buffers):
-                    at.setdefault(id(slots), path)
+        """Return the path of each slot: in the module, or, if it has no place there, in the tree.
+
+        Of several paths in the module, the one that the tree has too is meant.
+        """
+        at: dict[int, list[Path]] = {}
+        for path, _, home in nodes_of(tree, ()):
+            at.setdefault(id(home), []).append(path)
+        for name, module in root.named_modules(remove_duplicate=False):
+            for slots in (module._parameters, module._buffers):
+                at.setdefault(id(slots), []).append(tuple(name.split(".")) if name else ())
         found = []
         for home, slots, key in zip(self.homes, self.targets, self.keys, strict=True):
-            above = at.get(id(home), at.get(id(slots)))
+            here, there = at.get(id(home), []), at.get(id(slots), [])
+            above = next(iter([path for path in there if path in here] or there or here), None)
             if above is None:
                 raise SwapError(
                     f"{module_title(root)} and the tree have both changed since the swap, so that "

@@ -8,6 +8,7 @@ import torch
 from tdnn import _functions, _pytree
 from tdnn._apply import Apply
 from tdnn._copies import Copies
+from tdnn._core import TensorDictBase
 from tdnn._exchange import Exchange
 from tdnn._indexing import Indexing
 from tdnn._lens import Lenses
@@ -105,7 +106,7 @@ class Swap(TensorDict):
     _kind = TensorDict
 
     _exchange: Exchange
-    _found: TensorDict | None
+    _found: TensorDictBase | None  # what the module held, once it was asked for
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -119,7 +120,7 @@ class Swap(TensorDict):
     @property
     def _data(self) -> dict[str, Any]:  # type: ignore[override]  # made when it is first read
         if self._found is None:
-            self._found = TensorDict(self._exchange.held())
+            self._found = self._exchange.held()
         return self._found._data
 
     def __enter__(self) -> "Swap":
