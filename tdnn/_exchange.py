@@ -4,7 +4,7 @@ An exchange is planned and checked as a whole, then written slot by slot, and un
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from tdnn import _claims
 from tdnn._core import Scope, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_key, listing
+from tdnn._node import itself
 from tdnn._plan import Plan, Slots, batched, forget_plan, module_title, nodes_of, plan_for, refuse
 from tdnn._ties import same_value
 from tdnn._transforms import in_transform, is_transformed
@@ -43,11 +44,19 @@ class Exchange(Scope):
         """Bring the tree's values into the module; after an error nothing has changed."""
 
     @abstractmethod
-    def held(self) -> TensorDictBase:
-        """Return a tree of what the module held before the first ``put``."""
+    def found(self) -> Sequence[Any]:
+        """Return what the module held before the first ``put``."""
 
-    def keep_parameters(self) -> None:  # only tensors that replace others need it
-        """Make what stands for a parameter one, for as long as no block begins."""
+    @abstractmethod
+    def held(self) -> TensorDictBase:
+        """Return that as a tree."""
+
+    def keep_parameters(self, own: Sequence[Any], to_stay: bool) -> None:
+        """Make what stands for a parameter one, for as long as no block begins.
+
+        Only tensors that replace others need it. Those in ``own`` are a module's and are on their
+        way back: they stay what they are. ``to_stay``: no block will begin.
+        """
 
     def enter(self, node: TensorDictBase) -> None:
         """Begin a block: the first one with what ``put`` brought in, later ones anew."""
@@ -149,25 +158,31 @@ class SlotExchange(Exchange):
         turn.write(new)
         return new
 
-    def keep_parameters(self) -> None:
+    def keep_parameters(self, own: Sequence[Any], to_stay: bool) -> None:
         """Wrap plain tensors in ``nn.Parameter`` where a parameter was; a block unwraps them.
 
         Tensors that need a gradient, and all tensors inside a functorch transform, stay as they
         are, or else no gradient would reach them.
         """
         turn = self._stack[-1]
-        if self._all_parameters or is_compiling() or in_transform():
+        if self._all_parameters or in_transform() or (is_compiling() and not to_stay):
             return
-        made: dict[tuple[int, bool], Parameter] = {}  # so that a tie stays one
+        tag: Callable[[Any], Any] = itself if is_compiling() else id
+        as_they_are = set(map(tag, own))
+        buffers = set() if is_compiling() else {id(slots) for _, slots in turn.plan.buffers}
+        made: dict[tuple[Any, bool], Parameter] = {}  # so that a tie stays one
         kept = []
-        for before, leaf in zip(turn.old, turn.new, strict=True):
-            if isinstance(before, Parameter) and not (
-                isinstance(leaf, Parameter) or leaf.requires_grad
+        for slots, before, leaf in zip(turn.plan.targets, turn.old, turn.new, strict=True):
+            if (
+                isinstance(before, Parameter)
+                and not (isinstance(leaf, Parameter) or leaf.requires_grad)
+                and tag(leaf) not in as_they_are
+                and not (buffers and id(slots) in buffers)
             ):
-                flag = before.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
-                if (id(leaf), flag) not in made:
-                    made[id(leaf), flag] = Parameter(leaf, requires_grad=flag)
-                leaf = made[id(leaf), flag]
+                flag = before.requires_grad and _can_need_gradient(leaf)
+                if (tag(leaf), flag) not in made:
+                    made[tag(leaf), flag] = Parameter(leaf, requires_grad=flag)
+                leaf = made[tag(leaf), flag]
             kept.append(leaf)
         if made:
             turn.kept = kept
@@ -261,6 +276,10 @@ class SlotExchange(Exchange):
             else:
                 node._put(key, value)
 
+    def found(self) -> Sequence[Any]:
+        found: list[Any] = self._found[1]
+        return found
+
     def held(self) -> TensorDictBase:
         plan, found = self._found
         entries = [
@@ -311,6 +330,12 @@ def _mirrored(
 
 
 # -- values ------------------------------------------------------------------------------------
+
+
+def _can_need_gradient(leaf: Tensor) -> bool:
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        return False
+    return is_compiling() or not leaf.is_inference()
 
 
 def can_copy(leaf: Any, value: Any) -> bool:

@@ -1,6 +1,6 @@
 """How the values of leaves, rather than the leaves themselves, get into a module and back."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -235,6 +235,9 @@ class StateExchange(Exchange):
                     value = state[path] if is_as_seen else values.get(left, left)
                     found[path] = slot, value.detach().clone()
         return found
+
+    def found(self) -> Sequence[Any]:
+        return list(self._found.values())
 
     def held(self) -> TensorDictBase:
         entries = [(tuple(name.split(".")), value) for name, value in self._found.items()]

@@ -1,5 +1,6 @@
 """A tree from the parameters and buffers of modules, and a module run on another tree."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ class Swaps(TensorDictBase):
         exchange.put()
         try:
             if preserve_module_state:
-                exchange.keep_parameters()
+                exchange.keep_parameters(self._own_leaves(), to_stay=not return_swap)
             if return_swap and swap_dest is not None:
                 swap_dest.update(exchange.held())  # type: ignore[attr-defined]  # higher mixin
         except BaseException:
@@ -192,6 +193,10 @@ class Swaps(TensorDictBase):
             swap_dest._open(exchange)
             return swap_dest
         return self._swap_kind(exchange)
+
+    def _own_leaves(self) -> Sequence[Any]:
+        """Return the leaves that are a module's own, which get back into it as they are."""
+        return ()
 
 
 # -- from modules to trees ---------------------------------------------------------------------

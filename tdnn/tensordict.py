@@ -130,8 +130,15 @@ class Swap(TensorDict):
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self._exchange.leave(self, kind is not None)
 
+    def _own_leaves(self) -> Sequence[Any]:
+        return self._exchange.found()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return TensorDict(self).__reduce_ex__(protocol)
+        return _as_it_is, (TensorDict(self),)
+
+
+def _as_it_is(tree: TensorDict) -> TensorDict:
+    return tree
 
 
 TensorDict._swap_kind = Swap

@@ -5,13 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from zoo import KINDS, Counter, blank, chain, exact, make, rebind, same, warmed
+from zoo import KINDS, chain, exact, make, same, slots
 
 from tdnn import (
     LazyStackedTensorDict,
     LockedError,
     MissingKeyError,
-    SwapError,
     TensorDict,
     TensorDictParams,
 )
@@ -194,17 +193,6 @@ def modules(draw, depth=2):
     return net
 
 
-def slots(net, above=()):
-    """Every slot by path, read from the dicts of the modules."""
-    found = {}
-    for name, value in [*net._parameters.items(), *net._buffers.items()]:
-        found[*above, name] = value
-    for name, child in net._modules.items():
-        if child is not None:
-            found.update(slots(child, (*above, name)))
-    return found
-
-
 @given(st.data(), modules())
 def test_any_part_of_a_module_can_be_swapped(data, net):
     before, own = exact(net), slots(net)
@@ -263,78 +251,3 @@ def test_a_tree_can_be_read_from_a_module_in_a_compiled_function():
 
     compiled = torch.compile(halved, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(points), halved(points))
-
-
-# -- what a module held --------------------------------------------------------------------------
-
-
-def test_a_branch_under_two_names_is_there_twice_in_what_the_module_held():
-    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    branch = blank(net)["a"]
-    old = TensorDict({"a": branch, "b": branch}).to_module(net)
-    assert net["a"].weight.data_ptr() == net["b"].weight.data_ptr()
-    assert old["a", "weight"] is not old["b", "weight"]
-    old.to_module(net)
-    assert net["a"].weight is old["a", "weight"]
-    assert net["b"].weight is old["b", "weight"]
-
-
-@pytest.mark.parametrize("as_module", [False, True])
-def test_what_a_module_held_is_there_though_the_tree_lost_its_branch(as_module):
-    net = chain()
-    own = slots(net)
-    params = TensorDictParams(blank(net)) if as_module else blank(net)
-    old = params.to_module(net)
-    del params["0"]
-    assert all(old[path] is value for path, value in own.items() if value is not None)
-    assert list(old.keys(True, True)) == list(TensorDict.from_module(chain()).keys(True, True))
-
-
-def test_two_values_for_slots_that_share_an_entry_are_refused():
-    net = nn.ModuleDict({"a": Counter(rebind), "b": Counter(rebind)})
-    before = exact(net)
-    branch = TensorDict({"calls": torch.zeros(())})
-    tree = TensorDict({"a": branch, "b": branch})
-    swap = tree.to_module(net)
-    swap.__enter__()
-    net["a"](1)
-    net["b"](1)
-    with pytest.raises(SwapError, match=r"two values to slots that share the entry .*'calls'\) of"):
-        swap.__exit__(None, None, None)
-    assert same(before, exact(net))
-    assert branch["calls"] == 0
-
-
-def exchange_branches(tree):
-    tree["0"], tree["2"] = tree["2"], tree["0"]
-
-
-EDITS = {
-    "branches exchanged": exchange_branches,
-    "branch renamed": lambda tree: tree.rename_key_("0", "stem"),
-    "leaf renamed": lambda tree: tree.rename_key_(("0", "weight"), ("0", "heavy")),
-    "flattened": lambda tree: tree.flatten_keys(".", inplace=True),
-    "emptied": lambda tree: tree.clear(),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("as_module", [False, True])
-def test_what_a_module_held_does_not_follow_later_edits_of_the_tree(edit, is_known, as_module):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-    before, own = exact(net), slots(net)
-    params = TensorDict.from_module(net).data.clone()
-    params = TensorDictParams(params) if as_module else params
-    if is_known:
-        warmed(params.to_module(net))
-    old = params.to_module(net)
-    edit(params)
-    assert all(old[path] is value for path, value in own.items())
-    old.to_module(net)
-    assert same(before, exact(net))
-    params = blank(net)
-    with params.to_module(net) as old:
-        edit(params)
-    assert same(before, exact(net))
-    assert all(old[path] is value for path, value in own.items())

@@ -294,6 +294,17 @@ def weights_of(net):
     )
 
 
+def slots(net, above=()):
+    """Every slot by path, read from the dicts of the modules."""
+    found = {}
+    for name, value in [*net._parameters.items(), *net._buffers.items()]:
+        found[*above, name] = value
+    for name, child in net._modules.items():
+        if child is not None:
+            found.update(slots(child, (*above, name)))
+    return found
+
+
 def exact(net):
     """Return everything by which one could tell that a module was touched.
 
