@@ -12,7 +12,17 @@ from torch.compiler import is_compiling
 from tdnn._plan import module_title
 from tdnn.errors import SwapError
 
-__all__ = ["Claim", "SlotId", "adopt", "hand_over", "is_latest", "later", "release", "take"]
+__all__ = [
+    "Claim",
+    "SlotId",
+    "begin",
+    "hand_over",
+    "is_latest",
+    "later",
+    "refuse_rivals",
+    "release",
+    "take",
+]
 
 _CLAIMS: list["weakref.ref[Claim]"] = []  # oldest first
 _LOCK = threading.Lock()
@@ -60,20 +70,39 @@ class Claim(ABC):
         """
 
 
-def adopt(claim: Claim) -> None:
-    """Take a claim over for this thread, which begins a block on what another brought in.
+def begin(stack: list[Any]) -> bool:
+    """Begin a block on what the last swap in a stack brought in, if no block runs on it yet.
+
+    Returns:
+        Whether there was one. One that another swap took the place of is dropped.
 
     Raises:
         SwapError: another thread is in a swap of the module, or of a part of it.
     """
-    if is_compiling() or claim.thread == get_ident():
-        return
-    owner, claim.thread = claim.thread, get_ident()
+    if is_compiling():
+        return _begin(stack) is not None
     with _LOCK:
-        name = _rival(claim)
+        claim = _begin(stack)
+        if claim is None:
+            return False
+        owner, claim.thread = claim.thread, get_ident()
+        name = None if owner == claim.thread else _rival(claim)
+        if name is not None:
+            claim.is_open, claim.thread = False, owner
     if name is not None:
-        claim.thread = owner
         raise _busy(claim, name)
+    return True
+
+
+def _begin(stack: list[Any]) -> Any:
+    claim = stack[-1] if stack else None
+    if claim is None or claim.is_open:
+        return None
+    if not claim.can_begin():
+        stack.pop()
+        return None
+    claim.is_open = True
+    return claim
 
 
 def take(claim: Claim) -> None:
@@ -98,6 +127,16 @@ def take(claim: Claim) -> None:
         raise _busy(claim, name)
 
 
+def refuse_rivals(claim: Claim) -> None:
+    """Raise if another thread is in a swap of the same tensors; they are in ``claim.saved``."""
+    if is_compiling():
+        return
+    with _LOCK:
+        name = _rival(claim)
+    if name is not None:
+        raise _busy(claim, name)
+
+
 def is_latest(claim: Claim) -> bool:
     """Return whether no swap of any module began after this one."""
     return not is_compiling() and claim.number == _taken
@@ -111,14 +150,21 @@ def _busy(claim: Claim, name: str) -> SwapError:
 
 
 def _rival(claim: Claim) -> str | None:
-    """Return the name of another thread that is in a swap of the module."""
+    """Return the name of another thread that is in a swap of the module.
+
+    A block whose thread has ended goes on in this one, where it must be left.
+    """
     for ref in _CLAIMS:
         other = ref()
         if other is None or other.thread == claim.thread:
             continue
         name = _thread_name(other.thread)
-        if name is not None and other.shows() and _meet(claim.root, other.root):
-            return name
+        if name is None and not other.is_open:
+            continue
+        if other.shows() and _meet(claim, other):
+            if name is not None:
+                return name
+            other.thread = claim.thread
     return None
 
 
@@ -176,9 +222,13 @@ def hand_over(claim: Claim, others: list[Claim]) -> tuple[dict[SlotId, Any], dic
     return left, values
 
 
-def _meet(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules are one, or share a part that has tensors."""
-    return one is other or not _holders(one).isdisjoint(_holders(other))
+def _meet(one: Claim, other: Claim) -> bool:
+    """Return whether two swaps are of one module, of a part that has tensors, or of one tensor."""
+    return (
+        one.root is other.root
+        or not one.saved.keys().isdisjoint(other.saved)
+        or not _holders(one.root).isdisjoint(_holders(other.root))
+    )
 
 
 def _holders(root: nn.Module) -> set[nn.Module]:

@@ -40,8 +40,12 @@ class Exchange(Scope):
         self._found: Any = None  # what the module held before the first of them
 
     @abstractmethod
-    def put(self) -> None:
-        """Bring the tree's values into the module; after an error nothing has changed."""
+    def put(self, is_open: bool = False) -> None:
+        """Bring the tree's values into the module; after an error nothing has changed.
+
+        Args:
+            is_open: for a block that begins now.
+        """
 
     @abstractmethod
     def found(self) -> Sequence[Any]:
@@ -60,14 +64,8 @@ class Exchange(Scope):
 
     def enter(self, node: TensorDictBase) -> None:
         """Begin a block: the first one with what ``put`` brought in, later ones anew."""
-        stack = self._stack
-        if stack and not stack[-1].is_open and not stack[-1].can_begin():
-            stack.pop()
-        if not stack or stack[-1].is_open:
-            self.put()
-        else:
-            _claims.adopt(stack[-1])
-        stack[-1].is_open = True
+        if not _claims.begin(self._stack):
+            self.put(is_open=True)
 
 
 class SlotExchange(Exchange):
@@ -82,10 +80,11 @@ class SlotExchange(Exchange):
 
     # -- in ------------------------------------------------------------------------------------
 
-    def put(self) -> None:
+    def put(self, is_open: bool = False) -> None:
         plan, new = self._read()
         self._check(plan, new)
         turn = Turn(plan, self._root)
+        turn.is_open = is_open
         try:
             _claims.take(turn)
             turn.read()
@@ -100,7 +99,7 @@ class SlotExchange(Exchange):
             if turn.old is None and isinstance(error, KeyError):
                 self._last = None
                 forget_plan(self._tree)
-                self.put()
+                self.put(is_open)
                 return
             raise
         self._stack.append(turn)

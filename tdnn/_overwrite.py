@@ -49,6 +49,7 @@ class CopyExchange(SlotExchange):
         old: Any = turn.old
         pairs = [(t, leaf) for t, leaf in zip(old, new, strict=True) if not _is_one(t, leaf)]
         turn.saved = {target: target.detach().clone() for target, _ in pairs}
+        _claims.refuse_rivals(turn)
         try:
             _copy(pairs, self._non_blocking)
         except BaseException:
@@ -172,12 +173,18 @@ class StateExchange(Exchange):
 
     __slots__ = ()
 
-    def put(self) -> None:
+    def put(self, is_open: bool = False) -> None:
         module = self._root
         turn = _StateTurn(module)
+        turn.is_open = is_open
         try:
             _claims.take(turn)
             turn.read()
+            _claims.refuse_rivals(turn)
+        except BaseException:
+            _claims.release(turn)
+            raise
+        try:
             state = self._state({_memory(tensor) for tensor in turn.saved})
             report = module.load_state_dict(state, strict=False)
             if report.unexpected_keys:

@@ -245,3 +245,69 @@ def test_a_module_is_taken_until_it_holds_its_own_values_again():
     thread.join()
     with blank(net).to_module(net):
         assert not net.weight.any()
+
+
+def test_a_block_of_a_thread_that_ended_goes_on_in_the_thread_that_swaps_next():
+    net = chain()
+    before, later = exact(net), blank(net)
+    blocks = []
+
+    def block():
+        with blank(net).to_module(net):
+            yield
+
+    def run():
+        blocks.append(block())
+        next(blocks[0])
+
+    in_thread(run)
+    with later.to_module(net):
+        blocks[0].close()
+        assert net[0].weight is later["0", "weight"]
+    assert same(before, exact(net))
+
+
+@pytest.mark.parametrize("ways", [(i, j) for i in (1, 2) for j in (1, 2)])
+def test_two_modules_with_one_tensor_are_not_written_by_two_threads(ways):
+    one, two = nn.Linear(4, 2), nn.Linear(4, 2)
+    two.weight = one.weight
+    held = values(one)
+    with blank(one).to_module(one, **WAYS[ways[0]]):
+        with pytest.raises(SwapError, match="is in a swap of thread 'MainThread'"):
+            in_thread(lambda: blank(two).to_module(two, **WAYS[ways[1]]))
+        assert not one.weight.any()
+    assert equal(held, values(one))
+    in_thread(lambda: blank(two).to_module(two, **WAYS[ways[1]]))
+
+
+@pytest.mark.usefixtures("restless")
+def test_only_one_of_two_threads_begins_a_block_on_a_swap_that_waits():
+    net = chain()
+    before, params, faults = exact(net), blank(net), []
+    barrier = threading.Barrier(2)
+    waiting = []
+
+    def work(n):
+        for _ in range(200):
+            barrier.wait()
+            if n == 0:
+                waiting[:] = [params.to_module(net)]
+            barrier.wait()
+            try:
+                with waiting[0]:
+                    if net[0].weight is not params["0", "weight"]:
+                        faults.append("other weights")
+            except SwapError:
+                pass
+            except BaseException as error:
+                faults.append(error)
+            barrier.wait()
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not faults
+    waiting.clear()
+    assert same(before, exact(net))
