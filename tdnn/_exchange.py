@@ -11,12 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from tdnn import _claims
 from tdnn._core import Scope, TensorDictBase
 from tdnn._keys import NestedKey, Path, as_key, listing
 from tdnn._node import itself
-from tdnn._plan import Plan, Slots, batched, forget_plan, module_title, nodes_of, plan_for, refuse
+from tdnn._plan import (
+    UNINITIALISED,
+    Plan,
+    Slots,
+    batched,
+    forget_plan,
+    module_title,
+    nodes_of,
+    plan_for,
+    refuse,
+)
 from tdnn._ties import same_value
 from tdnn._transforms import in_transform, is_transformed
 from tdnn._turn import GONE, Filled, Turn
@@ -25,6 +36,7 @@ from tdnn.errors import SwapError
 __all__ = ["Exchange", "SlotExchange", "can_copy", "nested"]
 
 _ONLY_PARAMETERS = {Parameter}
+_UNUSUAL = (TensorDictBase, *UNINITIALISED)
 
 
 class Exchange(Scope):
@@ -124,14 +136,42 @@ class SlotExchange(Exchange):
             new = plan.leaves()
         kinds = set(map(type, new))
         self._all_parameters = kinds == _ONLY_PARAMETERS
-        if not self._all_parameters and any([issubclass(k, TensorDictBase) for k in kinds]):
-            refuse(tree, self._root)
+        if not self._all_parameters and any([issubclass(k, _UNUSUAL) for k in kinds]):
+            plan, new = self._look_at(plan, new)
         self._last = (plan, lock, new) if plan.is_plain and lock is not None else None
         return plan, new
 
     def _check(self, plan: Plan, new: list[Any]) -> None:
         if plan.is_shared:
             self._refuse_two_values(plan, plan.slot_ids(), new)
+
+    def _look_at(self, plan: Plan, new: list[Any]) -> tuple[Plan, list[Any]]:
+        """Return a plan and leaves that fit; some of those given are branches, or without a value.
+
+        Raises:
+            MissingKeyError: there is a branch for a slot.
+            SwapError: there are leaves without a value for modules that would not give them one.
+        """
+        tree, root = self._tree, self._root
+        if any([isinstance(leaf, TensorDictBase) for leaf in new]):
+            # A leaf has become a branch since it was planned, and its slot perhaps a module.
+            forget_plan(tree)
+            plan = Plan(tree, root)
+            new = plan.leaves()
+            if any([isinstance(leaf, TensorDictBase) for leaf in new]):
+                refuse(tree, root)
+        waiting = plan.owners(root, LazyModuleMixin)
+        faults = [
+            as_key(path)
+            for path, slots, leaf in zip(plan.paths(tree, root), plan.targets, new, strict=True)
+            if isinstance(leaf, UNINITIALISED) and id(slots) not in waiting
+        ]
+        if faults:
+            raise SwapError(
+                f"{listing(faults)} of the tree have no value yet, and the modules that they are "
+                "for are initialised; a `with` block makes a module lazy again when it ends"
+            )
+        return plan, new
 
     def _refuse_two_values(self, plan: Plan, places: Sequence[Any], new: list[Any]) -> None:
         """Raise if the tree has two values for one of the ``places``."""
@@ -204,6 +244,12 @@ class SlotExchange(Exchange):
             left, filled = self._undo(turn, failed)
         finally:
             _claims.release(turn)
+        if turn.covered and not failed:
+            raise SwapError(
+                f"the block put something in the place of {', '.join(turn.covered)} (such as a "
+                "parametrization), so that the module no longer reads what it got back; "
+                "change the structure of a module outside of blocks"
+            )
         if not failed and (filled or left is not turn.new):
             self._write_back(turn, left, filled)
 
@@ -217,11 +263,13 @@ class SlotExchange(Exchange):
             pairs = zip(turn.plan.slot_ids(), now, strict=True)
             left = [handed.get(slot, value) for slot, value in pairs]
         filled = turn.take_out(handed)
-        if not failed:
-            self._collect(turn, left)
-        turn.restore()
-        if filled or left is not turn.new or not turn.plan.has_order():
-            turn.restore_order()
+        try:
+            if not failed:
+                self._collect(turn, left)
+        finally:
+            turn.restore()
+            if filled or left is not turn.new or not turn.plan.has_order():
+                turn.restore_order()
         return left, filled
 
     def _collect(self, turn: Turn, left: list[Any]) -> None:

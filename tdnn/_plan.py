@@ -14,15 +14,18 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import Path, as_key, hint
+from tdnn._node import Node
 from tdnn._registrations import registrations
 from tdnn._transforms import in_transform
 from tdnn.errors import MissingKeyError, SwapError
 
 __all__ = [
     "SETATTR",
+    "UNINITIALISED",
     "Plan",
     "Slots",
     "batched",
@@ -36,6 +39,7 @@ __all__ = [
 Slots: TypeAlias = dict[str, Any]
 
 SETATTR: Any = nn.Module.__setattr__
+UNINITIALISED = (UninitializedParameter, UninitializedBuffer)
 
 
 class Plan:
@@ -163,6 +167,15 @@ class Plan:
         """Return the modules that it enters."""
         return {root, *self.children}
 
+    def owners(self, root: nn.Module, kind: type) -> dict[int, nn.Module]:
+        """Return the modules of a kind that it enters, by the ids of the dicts of their slots."""
+        return {
+            id(slots): module
+            for module in self.modules(root)
+            if isinstance(module, kind)
+            for slots in (module._parameters, module._buffers)
+        }
+
     def slot_ids(self) -> list[tuple[int, str]]:
         return list(zip(map(id, self.targets), self.keys, strict=True))
 
@@ -242,6 +255,10 @@ class Memory:
         _MEMORIES.add(self)
 
 
+# The slot itself, because a TensorDictParams may have an entry of its name.
+_memory_of: Any = vars(Node)["_memory"].__get__
+_remember: Any = vars(Node)["_memory"].__set__
+
 _MEMORIES: "weakref.WeakSet[Memory]" = weakref.WeakSet()
 
 
@@ -263,9 +280,12 @@ def plan_for(tree: TensorDictBase, root: nn.Module) -> Plan:
     """Return a plan: the one that the tree remembers, if both are built as they were then."""
     if is_compiling() or in_transform():  # where each call makes trees of its own
         return Plan(tree, root)
-    memory: Memory | None = getattr(tree, "_memory", None)
+    try:
+        memory: Memory | None = _memory_of(tree)
+    except AttributeError:  # it was never swapped
+        memory = None
     if memory is None or memory.root() is not root:
-        tree._memory = Memory(root)  # no more than that, as many trees are swapped once
+        _remember(tree, Memory(root))  # no more than that, as many trees are swapped once
         return Plan(tree, root)
     plan = memory.plan
     if plan is None or not (plan.fits_module(root) and plan.fits_tree()):
@@ -276,7 +296,7 @@ def plan_for(tree: TensorDictBase, root: nn.Module) -> Plan:
 
 
 def forget_plan(tree: TensorDictBase) -> None:
-    tree._memory = None
+    _remember(tree, None)
 
 
 class Watch:

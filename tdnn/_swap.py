@@ -12,7 +12,7 @@ from tdnn._core import TensorDictBase
 from tdnn._exchange import Exchange, SlotExchange
 from tdnn._keys import NestedKey, Path, as_key
 from tdnn._overwrite import CopyExchange, StateExchange
-from tdnn._plan import batched
+from tdnn._plan import batched, nodes_of
 
 __all__ = ["Swaps"]
 
@@ -126,10 +126,14 @@ class Swaps(TensorDictBase):
         In a block the module runs on exactly these tensors, so gradients reach them. When the
         block ends, every slot that has a leaf holds the object that it held before; what the
         forward assigned to it, or to a buffer that was None, goes into this tree. If an
-        exception leaves the block, this tree is not touched. Without a block the leaves stay in
-        the module; a plain tensor for a parameter becomes an ``nn.Parameter`` over the same
-        memory. One that needs a gradient, which would then not reach it, stays as it is, and no
-        optimizer takes it; to load values for good, swap in ``params.data.clone()``.
+        exception leaves the block, this tree keeps the leaves that it has; what was written into
+        them in place (BatchNorm's statistics) stays written. Names, submodules and hooks that
+        the block adds to the module are not the swap's, and stay.
+
+        Without a block the leaves stay in the module; a plain tensor for a parameter becomes an
+        ``nn.Parameter`` over the same memory. One that needs a gradient, which would then not
+        reach it, stays as it is, and no optimizer takes it; to load values for good, swap in
+        ``params.data.clone()``.
 
         A module that uses ``torch.utils.checkpoint`` runs again in the backward pass, which
         therefore belongs into the block too.
@@ -156,7 +160,8 @@ class Swaps(TensorDictBase):
                 only ``use_state_dict`` can serve), or another thread is in a swap of the module.
                 A swap without a block counts while what it returned is kept and its leaves are
                 in the module.
-            ValueError: (in place) a shape differs; all are listed, nothing is changed.
+            ValueError: (in place) a shape differs or there is no memory to write to; all are
+                listed, nothing is changed. Or ``swap_dest`` is this tree, or a branch of it.
 
         Example:
             >>> net = nn.Linear(3, 4)
@@ -169,6 +174,8 @@ class Swaps(TensorDictBase):
         _require_module(module)
         if self._batch_size and not isinstance(module, TensorDictBase):
             raise batched(self, module)
+        if swap_dest is not None and _contains(self, swap_dest):
+            raise ValueError("swap_dest is this tree or a branch of it, whose leaves would be lost")
         exchange: Exchange
         if use_state_dict:
             if inplace is not None:
@@ -205,6 +212,10 @@ class Swaps(TensorDictBase):
 def _require_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"a torch.nn.Module was expected, not {type(module).__name__}")
+
+
+def _contains(tree: TensorDictBase, other: TensorDictBase) -> bool:
+    return any([node is other for _, node, _ in nodes_of(tree, ())])
 
 
 def _read(cls: Any, module: nn.Module, filter_empty: bool) -> Any:

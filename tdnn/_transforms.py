@@ -6,6 +6,7 @@ Torch 2.14 has no public names for this.
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 __all__ = ["in_transform", "is_transformed"]
 
@@ -16,5 +17,8 @@ def in_transform() -> bool:
 
 
 def is_transformed(tensor: Any) -> bool:
-    """Return whether a tensor belongs to a transform that is running."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    """Return whether a tensor belongs to a transform that is running.
+
+    Under ``torch.compile``, which would have to see the tensor itself, the answer is no.
+    """
+    return not is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

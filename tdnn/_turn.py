@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from tdnn import _claims
 from tdnn._claims import Claim, SlotId
-from tdnn._plan import SETATTR, Plan, Slots
+from tdnn._plan import SETATTR, Plan, Slots, module_title
 
 __all__ = ["GONE", "Filled", "Turn"]
 
@@ -30,7 +30,19 @@ GONE: Any = object()  # what a slot holds that was deleted
 class Turn(Claim):
     """One time that leaves stand in the slots."""
 
-    __slots__ = ("_caches", "_lazy", "kept", "left", "new", "nones", "old", "own", "plan")
+    __slots__ = (
+        "_caches",
+        "_lazy",
+        "covered",
+        "kept",
+        "left",
+        "new",
+        "nones",
+        "old",
+        "own",
+        "plan",
+        "versions",
+    )
 
     def __init__(self, plan: Plan, root: nn.Module) -> None:
         super().__init__(root)
@@ -40,6 +52,8 @@ class Turn(Claim):
         self.new: Any = None  # what is in the slots; None: not there yet
         self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
         self.nones = plan.nones  # buffers without a value, which a block may fill
+        self.covered: list[str] = []  # slots that the module does not read any more
+        self.versions: Sequence[Any] = ()  # of the tensors in ``new``, if they are written to
         self.left: dict[Tensor, Tensor] = {}  # what it left in tensors that a later block writes to
         self._lazy: Sequence[_LazyState] = ()
         self._caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
@@ -77,7 +91,24 @@ class Turn(Claim):
                 return new
         except KeyError:
             pass  # a slot was deleted
-        return [slots.get(k, GONE) for slots, k in zip(plan.targets, plan.keys, strict=True)]
+        now = [slots.get(k, GONE) for slots, k in zip(plan.targets, plan.keys, strict=True)]
+        if any([value is GONE for value in now]):
+            self._look_aside(now)
+        return now
+
+    def _look_aside(self, now: list[Any]) -> None:
+        """Find what the block set as a plain attribute where it had deleted a slot.
+
+        It is taken out of the way of the slot, and put into ``now``; an attribute of the class,
+        as a parametrization makes one, cannot be.
+        """
+        owners = self.plan.owners(self.root, nn.Module)
+        for at, (slots, key) in enumerate(zip(self.plan.targets, self.plan.keys, strict=True)):
+            if now[at] is GONE:
+                owner = owners[id(slots)]
+                now[at] = owner.__dict__.pop(key, GONE)
+                if now[at] is GONE and hasattr(type(owner), key):
+                    self.covered.append(f"{key!r} of {module_title(owner)}")
 
     def take_out(self, handed: dict[SlotId, Any]) -> list[Filled]:
         """Leave the buffers that had no value without one; return what the block gave them."""
@@ -144,6 +175,9 @@ class Turn(Claim):
                 slots.clear()
                 slots.update({key: held.pop(key) for key in order if key in held})
                 slots.update(held)
+        for module in self.modules:
+            if isinstance(module, nn.ParameterDict):  # as of torch 2.14 it lists its names itself
+                module._keys = {**dict.fromkeys(module._parameters), **module._keys}
 
     # -- blocks that end in another order than they began --------------------------------------
 
@@ -210,7 +244,7 @@ def _set_through(module: nn.Module, slots: Slots, key: str, value: Any) -> None:
     out of the way while the module is told, and the value then moves to its slot.
     """
     held = dict(slots)
-    del slots[key]
+    slots.pop(key, None)
     try:
         setattr(module, key, value)
     finally:

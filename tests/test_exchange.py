@@ -1,10 +1,13 @@
 """How leaves get into the slots of a module and back: what can go wrong on the way."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.utils import parametrizations
 from zoo import Counter, blank, chain, exact, in_thread, rebind, same, stop, weights_of
 
 from tdnn import LockedError, SwapError, TensorDict, TensorDictParams
@@ -473,3 +476,70 @@ def test_weights_cached_by_parametrize_do_not_cross_the_border_of_a_swap():
     torch.testing.assert_close(inside, other(x))
     torch.testing.assert_close(after, before)
     assert not torch.equal(inside, before)
+
+
+# -- blocks that change what a module has ----------------------------------------------------------
+
+
+def shadow(net):
+    """Delete a parameter, and set a plain tensor under its name."""
+    del net[0].weight
+    net[0].weight = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_plain_attribute_in_the_place_of_a_slot_goes_into_the_tree(fails):
+    net, params = chain(), TensorDict.from_module(chain())
+    before, own = exact(net), params["0", "weight"]
+    with contextlib.suppress(ZeroDivisionError), params.to_module(net):
+        shadow(net)
+        assert net(torch.ones(1, 4)).shape == (1, 2)
+        if fails:
+            raise ZeroDivisionError
+    assert same(before, exact(net))
+    if fails:
+        assert params["0", "weight"] is own
+    else:
+        assert torch.equal(params["0", "weight"], torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_name_popped_from_a_parameter_dict_is_there_again(fails):
+    net = nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
+    params = blank(net)
+    with contextlib.suppress(ZeroDivisionError), params.to_module(net):
+        net.pop("a")
+        assert list(net) == ["b"]
+        if fails:
+            raise ZeroDivisionError
+    assert list(net.keys()) == [name for name, _ in net.named_parameters()] == ["a", "b"]
+    assert ("a" in params) is fails
+
+
+def test_a_parametrization_made_in_a_block_is_refused_when_it_ends():
+    net, params = chain(), TensorDict.from_module(chain())
+    own, there = net[0].weight, dict(params.items(True, True))
+    swap = params.to_module(net)
+    swap.__enter__()
+    parametrizations.weight_norm(net[0])
+    with pytest.raises(SwapError, match=r"in the place of 'weight' of ParametrizedLinear"):
+        swap.__exit__(None, None, None)
+    assert net[0]._parameters["weight"] is own
+    assert all(params[key] is leaf for key, leaf in there.items())
+
+
+def test_a_buffer_that_is_rebound_in_a_compiled_block_is_copied_into_a_locked_tree():
+    net = Counter(rebind)
+    params = TensorDict.from_module(net).clone().lock_()
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def run(params, x):
+        with params.to_module(net):
+            return net(x)
+
+    for n in range(1, 4):
+        run(params, torch.ones(1))
+        assert params["calls"] == n
+    assert net.calls == 0
+    assert counter.frame_count == 1

@@ -1,11 +1,16 @@
 """How the values of leaves get into a module and back."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
-from zoo import Counter, blank, chain, equal, exact, rebind, same, stop, values
+from torch._dynamo.testing import CompileCounter
+from zoo import Counter, blank, chain, equal, exact, rebind, same, stop, values, weights_of
 
 from tdnn import MissingKeyError, SwapError, TensorDict
+
+WAYS = [{"inplace": True}, {"use_state_dict": True}]
 
 
 def test_values_that_cannot_be_copied_are_all_listed_and_nothing_is_copied():
@@ -220,3 +225,95 @@ def test_a_way_back_inside_the_block_is_nothing_new_for_the_tree():
         assert same(before, exact(net))
     assert [id(leaf) for leaf in params.values(True, True)] == held
     assert same(before, exact(net))
+
+
+# -- what a block writes into the module's tensors -------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_training_in_the_block_reaches_the_tree_only(way):
+    net, params, x = chain(), weights_of(chain()), torch.ones(3, 4)
+    twin = chain()
+    params.data.to_module(twin, inplace=True, return_swap=False)
+    before, held = exact(net), values(net)
+    for each in (twin, net):
+        with contextlib.nullcontext() if each is twin else params.to_module(net, **way):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            each(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+    for key, leaf in TensorDict.from_module(twin).items(True, True):
+        torch.testing.assert_close(params[key], leaf)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_leaf_that_the_block_does_not_write_to_keeps_its_precision(way):
+    net = nn.BatchNorm1d(2)
+    params = TensorDict.from_module(net).data.clone().double().add_(1 / 3)
+    params["num_batches_tracked"] = torch.tensor(0)
+    before = params.clone()
+    with params.to_module(net.eval(), **way):
+        net(torch.rand(3, 2))
+    assert bool((params == before).all())
+
+
+def test_two_values_for_a_tie_are_refused_by_a_state_dict_too():
+    net = chain()
+    net[2] = net[0]
+    held, params = values(net), blank(net)
+    params["2", "weight"] = torch.ones(4, 4)
+    with pytest.raises(SwapError, match=r"one tensor would get two values, of '0.weight' and '2.w"):
+        params.to_module(net, use_state_dict=True)
+    assert equal(held, values(net))
+    params["2", "weight"] = params["0", "weight"].clone()
+    with params.to_module(net, use_state_dict=True):
+        assert not net[0].weight.any()
+
+
+def test_values_are_not_copied_to_where_none_are_kept():
+    net = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="'weight' has no memory to copy into or from; 'bias' has"):
+        blank(nn.Linear(2, 2)).to_module(net, inplace=True)
+    TensorDict.from_module(nn.Linear(2, 2, device="meta")).to_module(net, inplace=True)
+
+
+def test_a_name_outside_the_state_dict_is_told_apart_from_an_unknown_one():
+    net = nn.Linear(2, 2)
+    net.register_buffer("mask", torch.ones(2), persistent=False)
+    params = blank(net)
+    params["weigth"] = torch.ones(1)
+    with pytest.raises(
+        MissingKeyError,
+        match=r"'mask' is not part of the module's state_dict; unknown 'weigth' \(did you mean 'w",
+    ):
+        params.to_module(net, use_state_dict=True)
+
+
+@pytest.mark.parametrize("way", [{}, *WAYS])
+def test_a_tree_cannot_be_the_destination_of_its_own_swap(way):
+    net = chain()
+    before, params = exact(net), blank(net)
+    for dest in (params, params["0"]):
+        with pytest.raises(ValueError, match="swap_dest is this tree or a branch of it"):
+            params.to_module(net, swap_dest=dest, **way)
+    assert same(before, exact(net))
+
+
+def test_values_are_copied_in_a_compiled_function():
+    net, x = chain(), torch.ones(2, 4)
+    before, held = exact(net), values(net)
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def run(params, x):
+        with params.to_module(net, inplace=True):
+            return net(x) + 0
+
+    for _ in range(3):
+        other = chain()
+        torch.testing.assert_close(run(TensorDict.from_module(other).data, x), other(x))
+        assert same(before, exact(net))
+        assert equal(held, values(net))
+    assert counter.frame_count == 1

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from zoo import Sparse, blank, chain, exact, same
+from zoo import Sparse, blank, chain, exact, same, warmed
 
 from tdnn import MissingKeyError, SwapError, TensorDict, TensorDictParams
 from tdnn._plan import plan_for
@@ -424,3 +424,41 @@ def test_a_script_module_is_refused_where_only_its_values_can_be_written(is_inne
     with params.to_module(script, use_state_dict=True):
         assert not script(x).any()
     assert torch.equal(script(x), before)
+
+
+# -- names and kinds that change -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["_memory", "_data", "_lock", "_scope", "_batch_size"])
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+def test_an_entry_may_have_the_name_of_what_a_node_consists_of(name, kind):
+    net = nn.Module()
+    if kind == "parameter":
+        net.register_parameter(name, nn.Parameter(torch.zeros(2)))
+    elif kind == "buffer":
+        net.register_buffer(name, torch.zeros(2))
+    else:
+        net.register_module(name, nn.Linear(2, 2))
+    before = exact(net)
+    params = TensorDictParams(TensorDict.from_module(net).data.clone())
+    for _ in range(3):
+        with params.to_module(net):
+            assert TensorDict.from_module(net)[name] is not None
+        assert same(before, exact(net))
+
+
+def test_a_slot_that_became_a_module_takes_the_branch_that_a_leaf_became():
+    net = nn.Module()
+    net.a = nn.Parameter(torch.zeros(2))
+    params = blank(net)
+    kept = warmed(params.to_module(net))
+    del net.a
+    net.a = nn.Linear(2, 2)
+    params["a"] = blank(net.a)
+    before = exact(net)
+    with kept:
+        assert net.a.weight is params["a", "weight"]
+    assert same(before, exact(net))
+    with params.to_module(net):
+        assert net.a.weight is params["a", "weight"]
+    assert same(before, exact(net))

@@ -168,3 +168,17 @@ def test_weights_that_stay_are_parameters_in_a_compiled_function_too():
         assert net[0].weight.data_ptr() == params["0", "weight"].data_ptr()
         torch.testing.assert_close(found, net(x))
     assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_module_that_is_initialised_does_not_go_back_to_leaves_without_a_value():
+    net = nn.LazyLinear(2)
+    old = blank(nn.Linear(4, 2)).to_module(net)
+    net(torch.ones(1, 4))
+    before = exact(net)
+    with pytest.raises(SwapError, match=r"\['weight', 'bias'\] of the tree have no value yet, and"):
+        old.to_module(net)
+    assert same(before, exact(net))
+    lazy = nn.LazyLinear(2)
+    TensorDict.from_module(nn.LazyLinear(2)).to_module(lazy)
+    assert lazy(torch.ones(1, 3)).shape == (1, 2)
