@@ -204,7 +204,7 @@ class SlotExchange(Exchange):
         are, or else no gradient would reach them.
         """
         turn = self._stack[-1]
-        if self._all_parameters or in_transform() or (is_compiling() and not to_stay):
+        if self._all_parameters or (not to_stay if is_compiling() else in_transform()):
             return
         tag: Callable[[Any], Any] = itself if is_compiling() else id
         as_they_are = set(map(tag, own))
