@@ -76,7 +76,11 @@ class CopyExchange(SlotExchange):
         try:
             return super()._undo(turn, failed)
         finally:
-            _copy(turn.saved.items())
+            try:
+                _copy(turn.saved.items())
+            except BaseException:  # Ctrl-C
+                _copy(turn.saved.items())
+                raise
 
 
 def _version(tensor: Tensor) -> int | None:

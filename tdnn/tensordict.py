@@ -98,7 +98,8 @@ _pytree.register(TensorDict)
 class Swap(TensorDict):
     """What a module held before ``to_module``; as a context manager, the way back to it.
 
-    It may be entered any number of times, also while it is entered.
+    It may be entered any number of times, also while it is entered; the block that began last
+    then ends first.
     """
 
     __slots__ = ("_exchange", "_found")
