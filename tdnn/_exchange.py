@@ -5,7 +5,7 @@ An exchange is planned and checked as a whole, then written slot by slot, and un
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from tdnn import _claims
 from tdnn._core import Scope, TensorDictBase
+from tdnn._held import held_tree
 from tdnn._keys import NestedKey, Path, as_key, listing
 from tdnn._node import itself
 from tdnn._plan import (
     UNINITIALISED,
     Plan,
-    Slots,
     batched,
     forget_plan,
     module_title,
@@ -33,7 +33,7 @@ from tdnn._transforms import in_transform, is_transformed
 from tdnn._turn import GONE, Filled, Turn
 from tdnn.errors import SwapError
 
-__all__ = ["Exchange", "SlotExchange", "can_copy", "nested"]
+__all__ = ["Exchange", "SlotExchange", "can_copy"]
 
 _ONLY_PARAMETERS = {Parameter}
 _UNUSUAL = (TensorDictBase, *UNINITIALISED)
@@ -277,7 +277,6 @@ class SlotExchange(Exchange):
 
     def _write_back(self, turn: Turn, left: list[Any], filled: list[Filled]) -> None:
         """Put what was assigned to the slots during the block into the tree; all or nothing."""
-        places = {id(home): (path, node) for path, node, home in nodes_of(self._tree, ())}
         plan = turn.plan
         changed = [
             (home, key, value)
@@ -286,23 +285,15 @@ class SlotExchange(Exchange):
             )
             if value is not leaf and value is not own  # which is no news, but an early way back
         ]
+        places = {id(home): (path, node) for path, node, home in nodes_of(self._tree, ())}
         refused = []
-        given: dict[tuple[int, str], Any] = {}
         copies: list[tuple[Any, Any]] = []
         writes: list[tuple[TensorDictBase, str, Any]] = []
-        for home, key, value in [*changed, *filled]:
-            if id(home) not in places:
-                continue  # its branch left the tree during the block
+        for home, key, value in _single([*changed, *filled], places):
             path, node = places[id(home)]
             there = node._data.get(key)
-            if given.setdefault((id(home), key), value) is not value:
-                raise SwapError(
-                    "the block assigned two values to slots that share the entry "
-                    f"{as_key((*path, key))!r} of the tree, which can take only one"
-                )
             if node._lock is not None:
-                left_in: dict[Any, Tensor] = turn.left
-                copies.append((there, left_in.get(value, value) if left_in else value))
+                copies.append((there, turn.what_was_left(value)))
                 if not can_copy(there, value):
                     refused.append(as_key((*path, key)))
             elif value is not GONE and value is not None:
@@ -329,51 +320,7 @@ class SlotExchange(Exchange):
 
     def held(self) -> TensorDictBase:
         plan, found = self._found
-        entries = [
-            (home, slots, key, value)
-            for home, slots, key, value in zip(
-                plan.homes, plan.targets, plan.keys, found, strict=True
-            )
-            if value is not None
-        ]
-        # Hot (test_exec_td): one pass, if tree and module still belong together as they did.
-        values: dict[tuple[int, int], Slots] = {}
-        for home, slots, key, value in entries:
-            values.setdefault((id(home), id(slots)), {})[key] = value
-        met: set[tuple[int, int]] = set()
-        tree = _mirrored(self._tree, self._root, values, met, self._tree._plain_kind())
-        if len(met) == len(values):
-            return tree
-        pairs = zip(plan.paths(self._tree, self._root), found, strict=True)
-        return nested(self._tree, [(path, value) for path, value in pairs if value is not None])
-
-
-def _mirrored(
-    node: TensorDictBase,
-    module: nn.Module,
-    values: dict[tuple[int, int], Slots],
-    met: set[tuple[int, int]],
-    empty: TensorDictBase,
-) -> TensorDictBase:
-    """Return a tree with the branches of another one, and the leaves that belong there.
-
-    ``values`` has the leaves by the ids of a dict of the other tree and of one of the module;
-    ``met`` gets those that were found.
-    """
-    data: Slots = {}
-    for home in node._dicts():
-        for slots in (module._parameters, module._buffers):
-            pair = (id(home), id(slots))
-            if pair in values:
-                met.add(pair)
-                data.update(values[pair])
-    for key, value in node._data.items():
-        child = module._modules.get(key)
-        if child is not None and isinstance(value, TensorDictBase):
-            below = _mirrored(value, child, values, met, empty)
-            if below._data:
-                data[key] = below
-    return empty._like(data, empty._batch_size)
+        return held_tree(plan, found, self._tree, self._root)
 
 
 # -- values ------------------------------------------------------------------------------------
@@ -385,6 +332,23 @@ def _can_need_gradient(leaf: Tensor) -> bool:
     return is_compiling() or not leaf.is_inference()
 
 
+def _single(entries: list[Filled], places: dict[int, tuple[Path, TensorDictBase]]) -> list[Filled]:
+    """Return the entries whose branch is still in the tree.
+
+    Raises:
+        SwapError: there are two values for one entry, for which two slots stand.
+    """
+    given: dict[tuple[int, str], Any] = {}
+    entries = [entry for entry in entries if id(entry[0]) in places]
+    for home, key, value in entries:
+        if given.setdefault((id(home), key), value) is not value:
+            raise SwapError(
+                "the block assigned two values to slots that share the entry "
+                f"{as_key((*places[id(home)][0], key))!r} of the tree, which can take only one"
+            )
+    return entries
+
+
 def can_copy(leaf: Any, value: Any) -> bool:
     """Return whether a value can be written into the leaf of a tree exactly."""
     return (
@@ -393,13 +357,3 @@ def can_copy(leaf: Any, value: Any) -> bool:
         and not is_transformed(value)
         and (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
     )
-
-
-def nested(like: TensorDictBase, entries: list[tuple[Path, Any]]) -> TensorDictBase:
-    tree: dict[str, Any] = {}
-    for path, value in entries:
-        at = tree
-        for step in path[:-1]:
-            at = at.setdefault(step, {})
-        at[path[-1]] = value
-    return cast(TensorDictBase, like._plain_kind(tree))

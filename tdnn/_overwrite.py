@@ -12,7 +12,8 @@ from torch.nn import Parameter
 from tdnn import _claims
 from tdnn._claims import Claim, SlotId
 from tdnn._core import TensorDictBase
-from tdnn._exchange import Exchange, SlotExchange, can_copy, nested
+from tdnn._exchange import Exchange, SlotExchange, can_copy
+from tdnn._held import nested
 from tdnn._keys import hint
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
 from tdnn._ties import same_value
@@ -64,7 +65,7 @@ class CopyExchange(SlotExchange):
         plan = turn.plan
         _copy(
             [
-                (home[key], turn.left.get(target, target))
+                (home[key], turn.what_was_left(target))
                 for home, key, target, value, version in zip(
                     plan.homes, plan.keys, turn.new, left, turn.versions, strict=True
                 )

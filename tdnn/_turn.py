@@ -179,6 +179,10 @@ class Turn(Claim):
             if isinstance(module, nn.ParameterDict):  # as of torch 2.14 it lists its names itself
                 module._keys = {**dict.fromkeys(module._parameters), **module._keys}
 
+    def what_was_left(self, value: Any) -> Any:
+        """Return a value as the block left it, if a later block has written to it."""
+        return self.left.get(value, value) if self.left else value
+
     # -- blocks that end in another order than they began --------------------------------------
 
     def debts(self) -> dict[SlotId, Any]:

@@ -20,7 +20,7 @@ LAYERS = [
     "_declared",
     "_core",
     "_columns _dims _plan _pytree",
-    "_claims",
+    "_claims _held",
     "_turn",
     "_exchange",
     "_overwrite",
