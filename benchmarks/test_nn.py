@@ -4,7 +4,7 @@ Not here: the ``vmap`` of a transformer, which torch runs by a slow fallback on 
 """
 
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import torch
 from torch.func import functional_call
@@ -119,6 +119,14 @@ def test_to_module_speed(lib, as_module):
     """Swap in and out around a call that does nothing; the value is ``as_module``."""
     params = lib.TensorDict.from_module(IdleTransformer(), as_module=as_module)
     return partial(in_block, IdleTransformer(), params, leaf())
+
+
+@case(plain=functional_swap)
+def test_first_swap_speed(lib):
+    """Swap one tree into two nets in turn, so that no swap finds what the one before had learnt."""
+    params, x = lib.TensorDict.from_module(IdleTransformer()), leaf()
+    nets = cycle([IdleTransformer(), IdleTransformer()])
+    return lambda: in_block(next(nets), params, x)
 
 
 def bare_loop(_):
