@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tdnn._core import Names, TensorDictBase, is_writable
+from tdnn._core import Names, TensorDictBase
 from tdnn._dims import (
     Part,
     Tree,
@@ -178,8 +178,9 @@ class Indexing(TensorDictBase):
         if not _pair(self, source, leaves, values):
             raise _unpaired(self, source)
         # Hot (test_setitem_dim): most leaves are such that nothing can be wrong with them.
+        eager = not is_compiling()
         for leaf in leaves:
-            if leaf.requires_grad or not leaf.is_contiguous() or not is_writable(leaf):
+            if leaf.requires_grad or not leaf.is_contiguous() or (eager and leaf.is_inference()):
                 self._writable()
                 break
         values = as_before(leaves, values)
