@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from one_store import assert_one, registered, sample, shown
 from torch import nn
 from zoo import KINDS, make
 
@@ -17,54 +18,6 @@ class Holder(nn.Module):
         super().__init__()
         self.head = nn.Linear(2, 2)
         self.params = params
-
-
-def registered(params):
-    """What the module shows, by name; a tie under each of its names."""
-    return {
-        **dict(params.named_parameters(remove_duplicate=False)),
-        **dict(params.named_buffers(remove_duplicate=False)),
-    }
-
-
-def shown(params):
-    """What the tree shows, by name."""
-    return {
-        ".".join(key) if isinstance(key, tuple) else key: leaf
-        for key, leaf in params.items(True, True)
-    }
-
-
-def assert_one(params):
-    """The tree and the module show the same objects, and so does every branch."""
-    assert type(params) is TensorDictParams
-    mine, theirs = shown(params), registered(params)
-    assert mine.keys() == theirs.keys()
-    assert all(mine[name] is tensor for name, tensor in theirs.items())
-    assert params.state_dict().keys() == mine.keys()
-    assert all(type(branch) is TensorDictParams for branch in params.modules())
-    for key, branch in params.items():
-        assert params[key] is branch is params.get(key)
-    assert all(leaf.is_leaf for leaf in mine.values())
-
-
-def sample():
-    """Parameters, buffers of several dtypes, branches, and keys that are names of attributes."""
-    tied = nn.Parameter(torch.randn(3))
-    return TensorDictParams(
-        TensorDict(
-            {
-                "weight": nn.Parameter(torch.randn(2, 3)),
-                "frozen": nn.Parameter(torch.randn(3), requires_grad=False),
-                "0": {"data": tied, "training": torch.randn(3), "keys": {"shape": tied}},
-                "stat": nn.Buffer(torch.randn(3)),
-                "step": torch.tensor(3),
-                "mask": torch.tensor([True, False]),
-                "wave": torch.randn(2, dtype=torch.complex64),
-                "small": torch.randn(2, dtype=torch.bfloat16),
-            }
-        )
-    )
 
 
 # -- what is what ------------------------------------------------------------------------------
@@ -560,54 +513,3 @@ def test_the_text_shows_it_as_a_tree():
     assert "TensorDictParams(" in text
     assert "weight" in text
     assert "Parameter" in text
-
-
-def test_attributes_of_modules_do_not_hide_entries_nor_entries_attributes():
-    names = ["keys", "data", "_parameters", "state_dict", "training", "no_convert", "_lock"]
-    names += ["_batch_size", "_device", "_data", "_names", "_scope"]
-    params = TensorDictParams({name: float(n) for n, name in enumerate(names)})
-    params = copy.deepcopy(params.train().eval().to("cpu").lock_().unlock_())
-    assert_one(params)
-    assert [params[name].item() for name in names] == list(range(len(names)))
-    assert not params.training
-    assert not params.is_locked
-    assert params.batch_size == ()
-    assert type(params.data) is TensorDict
-
-
-def test_only_tensors_can_be_parameters():
-    with pytest.raises(TypeError):
-        TensorDictParams({"a": "text"})
-    params = sample()
-    with pytest.raises(TypeError):
-        params["a"] = object()
-    assert_one(params)
-
-
-def test_a_registered_slot_of_the_module_is_an_entry_of_the_tree():
-    params = sample()
-    params.register_buffer("late", torch.ones(1))
-    params.register_parameter("later", nn.Parameter(torch.ones(1)))
-    assert_one(params)
-    params.late = torch.zeros(1)
-    assert params["late"] == 0
-    assert_one(params)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda params: params,
-        lambda params: params.double(),
-        lambda params: params.clone(),
-        lambda params: copy.deepcopy(params),
-        lambda params: pickle.loads(pickle.dumps(params)),
-        lambda params: params.set("b", torch.zeros(2)),
-        lambda params: params.update({"b": torch.zeros(2)}),
-    ],
-)
-def test_a_buffer_stays_one_under_another_name(change):
-    params = TensorDictParams({"w": nn.Parameter(torch.ones(2)), "b": nn.Buffer(torch.ones(2))})
-    params = change(params).rename_key_("b", ("inner", "c"))
-    assert [name for name, _ in params.named_buffers()] == ["inner.c"]
-    assert [name for name, _ in params.named_parameters()] == ["w"]

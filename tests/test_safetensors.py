@@ -477,3 +477,14 @@ def one_of_everything():
 def test_a_file_of_version_1_is_read():
     file = Path(__file__).parent / "files" / "version_1.safetensors"
     assert picture(TensorDict.load(file, verify=True)) == picture(one_of_everything())
+
+
+def test_a_key_that_json_would_change_is_refused(tmp_path):
+    halves = "\ud83d\ude00"
+    for tree in (TensorDict({"a": {halves: 1}}), TensorDict({"a": {halves: {}}})):
+        with pytest.raises(ValueError, match=r"two halves of a character, which JSON joins"):
+            tree.save(tmp_path / "tree.safetensors")
+    assert not list(tmp_path.iterdir())
+    for key in ("\ud83d", "😀", "\ude00\ud83d"):
+        TensorDict({key: 1}).save(tmp_path / "tree.safetensors")
+        assert list(TensorDict.load(tmp_path / "tree.safetensors").keys()) == [key]

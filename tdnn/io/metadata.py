@@ -7,6 +7,7 @@ nesting. The row of a node is ``[depth, key, {"batch_size": [3], "names": ["time
 leaves with one tensor.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -55,7 +56,8 @@ def _describe(
 
 
 def misfits(tree: TensorDictBase, prefix: Path = ()) -> list[str]:
-    """Return what is wrong with leaves that do not begin with the batch size of their node.
+    """Return what a file cannot hold: leaves that do not begin with the batch size of their node,
+    and keys that JSON changes.
 
     Example:
         >>> misfits(TensorDict({"a": torch.ones(3)}, [3]))
@@ -65,6 +67,8 @@ def misfits(tree: TensorDictBase, prefix: Path = ()) -> list[str]:
     found: list[str] = []
     for key, value in tree._data.items():
         path = (*prefix, key)
+        if not key.isascii() and json.loads(json.dumps(key)) != key:
+            found.append(f"{as_key(path)!r} has the two halves of a character, which JSON joins")
         if isinstance(value, TensorDictBase):
             found += misfits(value, path)
         elif isinstance(value, Tensor) and value.shape[: len(size)] != size:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Buffer, Parameter
 
-from tdnn._core import Entry, TensorDictBase
+from tdnn._core import Entry, TensorDictBase, locked
 from tdnn._keys import NestedKey
 from tdnn._node import Node, itself
 from tdnn.errors import KeyConflictError
@@ -134,7 +134,37 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         if name in _ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
+            if isinstance(value, Parameter | Buffer | nn.Module) or name in self._buffers:
+                self._refuse_entry(name, value)
             nn.Module.__setattr__(self, name, value)
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """Add a parameter, as ``nn.Module`` does; the tree must be unlocked."""
+        self._refuse_entry(name, param)
+        nn.Module.register_parameter(self, name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer, as ``nn.Module`` does; the tree must be unlocked."""
+        self._refuse_entry(name, tensor)
+        nn.Module.register_buffer(self, name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a branch, which is a ``TensorDictParams`` too; the tree must be unlocked."""
+        self._refuse_entry(name, module)
+        nn.Module.add_module(self, name, module)
+
+    def _refuse_entry(self, name: str, value: object) -> None:
+        """Raise if the tree cannot take what a method of the module would make an entry."""
+        if self._lock is not None:
+            raise locked(f"set {name!r}")
+        if value is None or (
+            isinstance(value, nn.Module) and not isinstance(value, TensorDictParams)
+        ):
+            raise TypeError(
+                f"{name!r}: a TensorDictParams holds tensors and branches, not "
+                f"{type(value).__name__}; make a branch of a module with "
+                "TensorDict.from_module(module, as_module=True)"
+            )
 
     # -- copies --------------------------------------------------------------------------------
 

@@ -1,0 +1,116 @@
+"""What may be an entry of a tree that is a module, and by which way it gets there."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from one_store import assert_one, sample
+from torch import nn
+
+from tdnn import LockedError, TensorDict, TensorDictParams
+
+
+def test_attributes_of_modules_do_not_hide_entries_nor_entries_attributes():
+    names = ["keys", "data", "_parameters", "state_dict", "training", "no_convert", "_lock"]
+    names += ["_batch_size", "_device", "_data", "_names", "_scope"]
+    params = TensorDictParams({name: float(n) for n, name in enumerate(names)})
+    params = copy.deepcopy(params.train().eval().to("cpu").lock_().unlock_())
+    assert_one(params)
+    assert [params[name].item() for name in names] == list(range(len(names)))
+    assert not params.training
+    assert not params.is_locked
+    assert params.batch_size == ()
+    assert type(params.data) is TensorDict
+
+
+def test_only_tensors_can_be_parameters():
+    with pytest.raises(TypeError):
+        TensorDictParams({"a": "text"})
+    params = sample()
+    with pytest.raises(TypeError):
+        params["a"] = object()
+    assert_one(params)
+
+
+def test_a_registered_slot_of_the_module_is_an_entry_of_the_tree():
+    params = sample()
+    params.register_buffer("late", torch.ones(1))
+    params.register_parameter("later", nn.Parameter(torch.ones(1)))
+    assert_one(params)
+    params.late = torch.zeros(1)
+    assert params["late"] == 0
+    assert_one(params)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda params: params,
+        lambda params: params.double(),
+        lambda params: params.clone(),
+        lambda params: copy.deepcopy(params),
+        lambda params: pickle.loads(pickle.dumps(params)),
+        lambda params: params.set("b", torch.zeros(2)),
+        lambda params: params.update({"b": torch.zeros(2)}),
+    ],
+)
+def test_a_buffer_stays_one_under_another_name(change):
+    params = TensorDictParams({"w": nn.Parameter(torch.ones(2)), "b": nn.Buffer(torch.ones(2))})
+    params = change(params).rename_key_("b", ("inner", "c"))
+    assert [name for name, _ in params.named_buffers()] == ["inner.c"]
+    assert [name for name, _ in params.named_parameters()] == ["w"]
+
+
+ADDED = {
+    "parameter": nn.Parameter(torch.ones(1)),
+    "buffer": nn.Buffer(torch.ones(1)),
+    "branch": TensorDictParams({"x": 1.0}),
+}
+
+
+def register(params, name, value):
+    if isinstance(value, nn.Module):
+        params.register_module(name, value)
+    elif isinstance(value, nn.Parameter):
+        params.register_parameter(name, value)
+    else:
+        params.register_buffer(name, value)
+
+
+@pytest.mark.parametrize("add", [setattr, register])
+@pytest.mark.parametrize("value", ADDED.values(), ids=ADDED.keys())
+def test_the_module_adds_entries_to_an_unlocked_tree_only(add, value):
+    params = sample()
+    add(params, "new", value)
+    assert params["new"] is value
+    assert_one(params)
+    params.lock_()
+    with pytest.raises(LockedError, match="cannot set 'newer': the tree is locked"):
+        add(params, "newer", value)
+    with pytest.raises(LockedError, match="cannot set 'stat': the tree is locked"):
+        params.stat = torch.zeros(3)
+    assert "newer" not in params
+    assert_one(params)
+
+
+@pytest.mark.parametrize("add", [setattr, register, TensorDictParams.add_module])
+def test_a_module_that_is_no_tree_is_no_entry(add):
+    params = sample()
+    with pytest.raises(
+        TypeError, match=r"'head': a TensorDictParams holds tensors and branches, n"
+    ):
+        add(params, "head", nn.Linear(2, 2))
+    add(params, "head", TensorDict.from_module(nn.Linear(2, 2), as_module=True))
+    assert params["head", "weight"].shape == (2, 2)
+    assert_one(params)
+
+
+def test_an_entry_has_a_value():
+    params = sample()
+    for method in (params.register_parameter, params.register_buffer, params.add_module):
+        with pytest.raises(
+            TypeError, match="'none': a TensorDictParams holds tensors and branches"
+        ):
+            method("none", None)
+    assert_one(params)
