@@ -121,7 +121,7 @@ def test_to_module_speed(lib, as_module):
     return partial(in_block, IdleTransformer(), params, leaf())
 
 
-@case(plain=functional_swap)
+@case(plain=lambda: functional_swap(None))
 def test_first_swap_speed(lib):
     """Swap one tree into two nets in turn, so that no swap finds what the one before had learnt."""
     params, x = lib.TensorDict.from_module(IdleTransformer()), leaf()
