@@ -4,6 +4,7 @@ import os
 import pickle
 import stat
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -488,3 +489,33 @@ def test_a_key_that_json_would_change_is_refused(tmp_path):
     for key in ("\ud83d", "😀", "\ude00\ud83d"):
         TensorDict({key: 1}).save(tmp_path / "tree.safetensors")
         assert list(TensorDict.load(tmp_path / "tree.safetensors").keys()) == [key]
+
+
+def test_what_is_saved_while_a_thread_writes_to_it_can_be_loaded(tmp_path):
+    tree = TensorDict({"w": torch.zeros(2_000_000)})
+    stop = threading.Event()
+
+    def train():
+        while not stop.is_set():
+            tree["w"].add_(1)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(5):
+            tree.save(tmp_path / "tree.safetensors")
+            assert TensorDict.load(tmp_path / "tree.safetensors")["w"].shape == (2_000_000,)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_a_leaf_whose_storage_is_too_short_is_refused(tmp_path, size):
+    leaf = torch.ones(6)
+    leaf.untyped_storage().resize_(size)
+    with pytest.raises(ValueError, match="'a' has a storage that was freed or made shorter than"):
+        TensorDict({"a": leaf}).save(tmp_path / "tree.safetensors")
+    view = torch.arange(12.0).view(3, 4)[1:, ::2]
+    TensorDict({"a": view}).save(tmp_path / "tree.safetensors")
+    assert torch.equal(TensorDict.load(tmp_path / "tree.safetensors")["a"], view)

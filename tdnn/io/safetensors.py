@@ -46,6 +46,7 @@ _VERSION = 1
 _HEAD = b'{"__metadata__":{"tdnn.sha256":"'
 _DIGEST = 64  # hex digits of a SHA-256
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_CHUNK = 1 << 22  # bytes that are copied at a time while writing
 _SMALL = 1 << 26  # bytes; a file up to this size is checked in some 20 ms
 
 _DTYPES = {
@@ -213,6 +214,10 @@ def _fault(leaf: Any) -> str | None:
         leaf.data_ptr()
     except RuntimeError:
         return "has no values now (a transform such as vmap or grad traces it)"
+    reach = sum([(n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True)])
+    needed = (leaf.storage_offset() + reach + 1) * leaf.dtype.itemsize
+    if leaf.numel() and leaf.untyped_storage().nbytes() < needed:
+        return "has a storage that was freed or made shorter than the tensor"
     return None
 
 
@@ -274,8 +279,13 @@ def _write(path: str, tensors: dict[str, Tensor], about: dict[str, Any]) -> None
         file.seek(8 + len(header))
         for name in order:
             data, owner = _bytes(tensors[name])
-            file.write(data)
-            sums[name] = f"{zlib.crc32(data):08x}"
+            sum_so_far = 0
+            for begin in range(0, len(data), _CHUNK):
+                # A copy, so that the checksum is of what is written though others write meanwhile.
+                chunk = bytes(data[begin : begin + _CHUNK])
+                file.write(chunk)
+                sum_so_far = zlib.crc32(chunk, sum_so_far)
+            sums[name] = f"{sum_so_far:08x}"
             del data, owner
         file.seek(0)
         file.write(len(header).to_bytes(8, "little") + _header(entries, about))
