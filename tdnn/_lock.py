@@ -3,6 +3,8 @@
 import weakref
 from typing import Any, Self, cast
 
+from torch.compiler import is_compiling
+
 from tdnn._node import Node, Scope
 from tdnn.errors import LockedError
 
@@ -79,19 +81,22 @@ class Lockable(Node):
 
     def _refuse_held(self) -> None:
         """Raise if a locked tree that is not part of this one holds this node or one below it."""
-        nodes: dict[int, Node] = {}
+        nodes: list[Node] = []
         self._gather(nodes)
-        for node in nodes.values():
+        mine = None if is_compiling() else set(map(id, nodes))  # an id would be a guard there
+        for node in nodes:
             for holder in node._lock or ():
                 tree = holder()
-                if tree is not None and id(tree) not in nodes:
+                if tree is None:
+                    continue
+                if not (any([tree is one for one in nodes]) if mine is None else id(tree) in mine):
                     raise LockedError(
                         "cannot unlock: the tree, or a branch of it, is part of another locked "
                         "tree; unlock that one first"
                     )
 
-    def _gather(self, nodes: dict[int, Node]) -> None:
-        nodes[id(self)] = self
+    def _gather(self, nodes: list[Node]) -> None:
+        nodes.append(self)
         for branch in self._branches():
             branch._gather(nodes)
 

@@ -134,6 +134,8 @@ def _unflatten(leaves: Iterable[Any], structure: Structure) -> TensorDictBase:
     values = list(leaves)
     # The usual cases are told by comparing lists.
     now, before = _shapes(values), structure.shapes
+    if any([isinstance(value, TensorDictBase) for value in values]):
+        return _of_trees(structure.root, iter(values))
     if now == before or now.count(None) == len(now):
         return _built(structure.root, iter(values), None)
     size = structure.root.batch_size
@@ -182,6 +184,21 @@ def _built(
     node._lock = None
     node._scope = None
     return node  # type: ignore[no-any-return]  # the kind is a class of trees
+
+
+def _of_trees(layout: Layout, leaves: Iterator[Any]) -> TensorDictBase:
+    """Return a node with trees in the place of leaves, as a derivative of a tree by a tree has.
+
+    Its batch size is what remains true of the one that was noted.
+    """
+    branches = layout.branches or {}
+    data = {
+        key: _of_trees(branches[key], leaves) if key in branches else next(leaves)
+        for key in layout.keys
+    }
+    shapes = [value.shape for value in data.values() if isinstance(value, Tensor | TensorDictBase)]
+    size = common_start([layout.batch_size, *shapes])
+    return _node(layout, data, size, layout.names and (layout.names[: len(size)] or None))
 
 
 def _put_together(

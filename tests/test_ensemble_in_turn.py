@@ -1,5 +1,7 @@
 """Ensembles of what torch cannot map, and of modules that return more than tensors."""
 
+import copy
+
 import pytest
 import torch
 from members import COPIES, Rebinding, batch_normed, draw, nets_of, wrapped
@@ -267,3 +269,14 @@ def test_a_module_that_changes_its_input_is_refused():
     EnsembleModule(Adding(), 1, vectorize=False)(torch.zeros(2))
     with torch.inference_mode():
         EnsembleModule(nn.Linear(2, 2), 3, vectorize=False)(torch.zeros(2))
+
+
+def test_a_member_may_write_into_its_weights():
+    ensemble = EnsembleModule(nn.Embedding(5, 4, max_norm=0.5), 3, vectorize=False)
+    twin, x = copy.deepcopy(ensemble), torch.tensor([0, 1, 3])
+    found = ensemble(x)
+    for n in range(3):
+        weight = twin.params_td[n]["weight"].detach().clone()
+        wanted = nn.functional.embedding(x, weight, max_norm=0.5)
+        torch.testing.assert_close(found[n], wanted)
+        torch.testing.assert_close(ensemble.params_td[n]["weight"].detach(), weight)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from tdnn import TensorDict
 from tdnn.errors import LockedError
@@ -220,3 +221,19 @@ def test_a_lock_traces():
     assert expected == (True, torch.tensor(3.0))
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     assert compiled(make(lock=True)) == expected
+
+
+def test_a_compiled_function_unlocks_any_tree_without_compiling_again():
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def add(tree):
+        with tree.unlock_():
+            tree["b", "d"] = tree["a"] + 1
+        return tree["b", "d"]
+
+    for n in range(4):
+        tree = TensorDict({"a": torch.full((2,), float(n)), "b": {"c": 1}}, lock=True)
+        assert add(tree).tolist() == [n + 1.0] * 2
+        assert tree.is_locked
+    assert counter.frame_count == 1

@@ -114,3 +114,14 @@ def test_an_entry_has_a_value():
         ):
             method("none", None)
     assert_one(params)
+
+
+def test_a_tie_of_plain_tensors_is_one_parameter():
+    tied, other = torch.zeros(2), torch.zeros(2)
+    params = TensorDictParams(TensorDict({"a": tied, "b": {"c": tied, "d": other}}))
+    assert params["a"] is params["b", "c"]
+    assert params["a"].data_ptr() == tied.data_ptr()
+    assert len(list(params.parameters())) == 2
+    params.data.add_(1)
+    assert params["a"].tolist() == [1, 1]
+    assert_one(params)

@@ -192,3 +192,24 @@ def test_sizes_that_all_leaves_share_are_followed_and_their_names_dropped():
     mixed = pytree.tree_map(lambda leaf: leaf[:, : leaf.ndim - 1], td)
     assert (mixed.batch_size, mixed["b"].batch_size) == ((5,), (5, 1))
     assert mixed.names == ["x"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own forward mode calls it
+@pytest.mark.parametrize("derivative", ["hessian", "jacfwd", "jacrev"])
+def test_the_batch_sizes_of_a_derivative_by_a_tree_do_not_lie(derivative):
+    params = TensorDict({"w": torch.randn(3, 2), "b": {"c": torch.randn(3)}}, [3])
+
+    def fn(p):
+        squares = p * p
+        return squares.sum(reduce=True) if derivative == "hessian" else squares
+
+    found = getattr(torch.func, derivative)(fn)(params)
+
+    def check(tree):
+        for value in tree.values():
+            assert value.shape[: tree.ndim] == tree.batch_size
+            if isinstance(value, TensorDict):
+                check(value)
+
+    check(found)
+    assert found["w", "w"].shape == (3, 2, 3, 2)

@@ -219,7 +219,8 @@ class EnsembleModule(TensorDictModuleBase):
         """Run one member after the other and stack what they return."""
         outputs: list[_Output] = []
         changed: dict[Any, None] = {}
-        members = self.params_td.unbind(0)
+        # Not unbind(): autograd forbids to write into its views, as Embedding(max_norm=) does.
+        members = [self.params_td[n] for n in range(self.num_copies)]
         for n, weights in enumerate(members):
             mine = [
                 value[n] if isinstance(value, Tensor) and not self.expand_input else value

@@ -69,7 +69,7 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         self._names = tree._names
         self._lock = None
         self._scope = None
-        for key, value in tree._data.items():
+        for key, value in (tree._data if no_convert else _tied_once(tree)).items():
             self._put(key, value)
         if lock:
             self._hold(None)
@@ -260,6 +260,32 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         )
         mine = {prefix + name for name in (*self._parameters, *self._buffers)}
         unexpected_keys[:] = [name for name in unexpected_keys if name not in mine]
+
+
+def _tied_once(tree: TensorDictBase) -> dict[str, Any]:
+    """Return the entries of a tree, in which a tie that will be a parameter is one already."""
+    leaves = [leaf for _, leaf in tree._leaves()]
+    if len(set(map(id, leaves))) == len(leaves):
+        return tree._data
+    made = {
+        id(leaf): Parameter(leaf)
+        for leaf in leaves
+        if not isinstance(leaf, Parameter | Buffer) and _is_trainable(leaf)
+    }
+    return _replaced(tree, made)._data
+
+
+def _replaced(tree: TensorDictBase, made: dict[int, Parameter]) -> TensorDictBase:
+    """Return a tree with other leaves for some; one that is a ``TensorDictParams`` stays."""
+    if isinstance(tree, TensorDictParams):
+        return tree
+    data = {
+        key: _replaced(value, made)
+        if isinstance(value, TensorDictBase)
+        else made.get(id(value), value)
+        for key, value in tree._data.items()
+    }
+    return tree._like(data, tree._batch_size, tree._names)
 
 
 def _is_trainable(value: Tensor) -> bool:
