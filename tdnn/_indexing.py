@@ -31,7 +31,7 @@ from tdnn._dims import (
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn._marks import ABSENT
-from tdnn._ties import as_before, settled
+from tdnn._ties import as_before, put_at, refuse_meta, settled
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Indexing", "where"]
@@ -183,6 +183,9 @@ class Indexing(TensorDictBase):
             if leaf.requires_grad or not leaf.is_contiguous() or (eager and leaf.is_inference()):
                 self._writable()
                 break
+        if any([value.is_meta for value in values]):
+            keys = [as_key(path) for path, _ in self._leaves()]
+            refuse_meta(zip(leaves, values, keys, strict=True))
         values = as_before(leaves, values)
         above = len(source._batch_size)
         size = basic_outline(index if type(index) is tuple else (index,), self._batch_size)
@@ -191,7 +194,7 @@ class Indexing(TensorDictBase):
             if len(set(leaves)) < len(leaves):
                 leaves, fitted = self._settled(leaves, values, fitted)
             for leaf, value in zip(leaves, fitted, strict=True):
-                leaf[index] = value
+                put_at(leaf, index, value)
             return
         parts = index_parts(index, self)
         place = tuple(parts)
@@ -201,6 +204,8 @@ class Indexing(TensorDictBase):
             fitted = self._fit_all(size, leaves, values, above)
         if len(set(leaves)) < len(leaves):
             leaves, fitted = self._settled(leaves, values, fitted)
+        if any([isinstance(part, Tensor) for part in parts]) and not is_compiling():
+            torch.empty(()).expand(self._batch_size)[tuple(parts)]  # an index that is out of range
         _put(leaves, place, fitted)
 
     def _settled(
@@ -489,7 +494,7 @@ def _put(leaves: Sequence[Tensor], place: tuple[Part, ...], values: Sequence[Any
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, Tensor) and (value.dtype, value.device) != (leaf.dtype, leaf.device):
             value = value.to(leaf)
-        leaf[place] = value
+        put_at(leaf, place, value)
 
 
 # -- choosing --------------------------------------------------------------------------------

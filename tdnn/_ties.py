@@ -3,16 +3,16 @@
 Each way to write many leaves in place comes through here, before it writes the first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tdnn._keys import NestedKey
+from tdnn._keys import NestedKey, listing
 from tdnn._node import itself
 
-__all__ = ["Write", "as_before", "same_value", "settled", "write"]
+__all__ = ["Write", "as_before", "put_at", "refuse_meta", "same_value", "settled", "write"]
 
 Write: TypeAlias = tuple[Tensor, Tensor, NestedKey]  # a leaf, what to copy into it, and its key
 
@@ -23,7 +23,7 @@ def write(writes: list[Write], non_blocking: bool = False) -> None:
     A value that is itself one of the leaves is read as it was before.
 
     Raises:
-        ValueError: two values for one tensor differ.
+        ValueError: two values for one tensor differ, or a value is on the meta device.
     """
     if len(writes) > 1:
         # Hot (test_update__nested): a set of ids takes two thirds of the time of one of tensors.
@@ -35,8 +35,39 @@ def write(writes: list[Write], non_blocking: bool = False) -> None:
         if not targets.isdisjoint([tag(value) for _, value, _ in writes]):
             leaves, values, keys = zip(*writes, strict=True)
             writes = list(zip(leaves, as_before(leaves, values), keys, strict=True))
+        refuse_meta(writes)
     for leaf, value, _ in writes:
-        leaf.copy_(value, non_blocking=non_blocking)
+        try:
+            leaf.copy_(value, non_blocking=non_blocking)
+        except RuntimeError:
+            if is_compiling() or not _overlap(leaf, value):
+                raise
+            leaf.copy_(value.clone())
+
+
+def refuse_meta(writes: Iterable[Write]) -> None:
+    """Raise if a value is on the meta device and its leaf is not, so that none would arrive."""
+    without = [key for leaf, value, key in writes if value.is_meta and not leaf.is_meta]
+    if without:
+        raise ValueError(
+            f"cannot write the values for {listing(without)}: they are on the meta device, which "
+            "has none; nothing was written"
+        )
+
+
+def _overlap(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors may share memory, which torch refuses to copy within."""
+    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+
+
+def put_at(leaf: Tensor, place: Any, value: Any) -> None:
+    """Write a value at an index; one that shares memory with the leaf is copied before."""
+    try:
+        leaf[place] = value
+    except RuntimeError:
+        if is_compiling() or not isinstance(value, Tensor) or not _overlap(leaf, value):
+            raise
+        leaf[place] = value.clone()
 
 
 def as_before(leaves: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:

@@ -229,3 +229,40 @@ def test_writing_at_a_mask_traces(td):
     want = fill(td.clone(), mask, td[1])
     compiled = torch.compile(fill, fullgraph=True, backend="eager")
     assert torch.equal(compiled(td.clone(), mask, td[1]), want)
+
+
+def pairs():
+    return TensorDict({"a": torch.zeros(3), "b": torch.arange(3.0)}, [3])
+
+
+def test_a_value_that_shares_memory_with_its_leaf_is_read_as_it_was():
+    td = pairs()
+    td[1:] = {"a": torch.ones(2), "b": td["b"][:-1]}
+    assert td["a"].tolist() == [0, 1, 1]
+    assert td["b"].tolist() == [0, 0, 1]
+    base = torch.arange(4.0)
+    td = TensorDict({"a": torch.zeros(3), "b": base[:3]}, [3])
+    td.update_({"a": torch.ones(3), "b": base[1:]})
+    assert td["b"].tolist() == [1, 2, 3]
+
+
+def test_an_index_out_of_range_is_refused_before_the_first_write():
+    td = pairs()
+    with pytest.raises(IndexError):
+        td[torch.tensor([0, 7])] = TensorDict({"a": torch.ones(2), "b": torch.ones(2)}, [2])
+    assert not td["a"].any()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda td, value: td.__setitem__(slice(None), value),
+        lambda td, value: td.update_(value),
+        lambda td, value: td.update(value, inplace=True),
+    ],
+)
+def test_values_on_the_meta_device_are_refused_before_the_first_write(write):
+    td = pairs()
+    with pytest.raises(ValueError, match=r"values for \['b'\]: they are on the meta device, which"):
+        write(td, {"a": torch.ones(3), "b": torch.ones(3, device="meta")})
+    assert not td["a"].any()
