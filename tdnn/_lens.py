@@ -123,7 +123,7 @@ class Lenses(TensorDictBase):
 class _Lens(Scope):
     """A view's way back to the tree that it was made from."""
 
-    __slots__ = ("_came_from", "_is_leaf", "_original", "_separator", "_target")
+    __slots__ = ("_came_from", "_declared", "_is_leaf", "_original", "_separator", "_target")
 
     _keeps_empty = False  # a view that does not show empty branches must not remove them
 
@@ -140,6 +140,7 @@ class _Lens(Scope):
         self._separator = separator
         self._is_leaf = is_leaf
         self._came_from: list[tuple[Path, Path, Any]] = []
+        self._declared: Any = None  # the batch size and names of the view when the block began
 
     @abstractmethod
     def pairs(self) -> list[tuple[Path, Path, Any]]:
@@ -160,6 +161,7 @@ class _Lens(Scope):
     def enter(self, node: TensorDictBase) -> None:
         self._original._refuse_lost_writes()
         self._came_from = self.pairs()
+        self._declared = node._batch_size, node._names
         before = {shown: value for shown, _, value in self._came_from}
         shown = self.shown(node)
         if len(shown) != len(before) or not all(
@@ -216,6 +218,11 @@ class _Lens(Scope):
             _add_hidden(plan, home, value)
         self.describe(plan, view)
         _WriteBack(target, plan, self._keeps_empty).commit()
+        size, names = self._declared
+        if view._batch_size != size:
+            target.batch_size = view._batch_size
+        if view._names != names:
+            target._set_names(view._names)
 
     def describe(self, plan: "_BranchPlan", view: TensorDictBase) -> None:
         """Note the branches of the view whose batch size new branches of the tree take over."""

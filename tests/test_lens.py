@@ -505,3 +505,17 @@ def test_a_lens_compiles_with_inductor():
     expected = renamed(params.clone(), x)
     result = torch.compile(renamed, fullgraph=True)(params, x)
     assert torch.equal(result["c", "new"], expected["c", "new"])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_batch_size_or_names_that_the_view_declares_are_the_trees(inplace):
+    td = TensorDict({"a": {"b": torch.ones(2, 3)}}, [2])
+    with td.flatten_keys(".", inplace=inplace) as flat:
+        flat.batch_size = [2, 3]
+        flat.names = ["time", None]
+    assert td.batch_size == td["a"].batch_size == (2, 3)
+    assert td.names == ["time", None]
+    td = TensorDict({"a.b": torch.ones(2, 3)}, [2])
+    with td.unflatten_keys(".", inplace=inplace) as nested:
+        nested.names = ["time"]
+    assert td.names == ["time"]

@@ -171,3 +171,10 @@ def test_merging_traces():
     made = torch.compile(merge, backend="eager", fullgraph=True)(make(), make().replace(z=[1, 2]))
     assert made["b", "c"].tolist() == [2, 2]
     assert made["z"].tolist() == [1, 2]
+
+
+def test_copies_of_a_tie_are_a_tie():
+    tied = torch.zeros(2)
+    td = TensorDict().update({"a": tied, "b": {"c": tied}, "d": torch.ones(2)}, clone=True)
+    assert td["a"] is td["b", "c"]
+    assert td["a"] is not tied
