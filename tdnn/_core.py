@@ -551,6 +551,8 @@ def _obstacle(target: Tensor) -> str | None:
         return "requires_grad is set; use torch.no_grad(), or write into td.data"
     if not is_writable(target):
         return "it was made in inference mode; clone() it first"
+    if target.layout is not torch.strided:  # which has no strides
+        return None
     # Most are contiguous, and then their strides need no look.
     if not target.is_contiguous() and any(
         [not step and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)]

@@ -487,3 +487,11 @@ def test_a_joined_name_is_told_to_be_a_nested_key_and_the_other_way_round():
         td["stem.weight"]
     with pytest.raises(MissingKeyError, match=r"\(did you mean 'stem\.weight'\?\)"):
         td.flatten_keys(".")["stem", "weight"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_leaf_can_be_written_in_place(layout):
+    td = TensorDict({"s": torch.eye(3).to_sparse(layout=layout)})
+    td.zero_()
+    assert not td["s"].to_dense().any()

@@ -125,3 +125,25 @@ def test_a_tie_of_plain_tensors_is_one_parameter():
     params.data.add_(1)
     assert params["a"].tolist() == [1, 1]
     assert_one(params)
+
+
+def test_the_module_deletes_entries_of_an_unlocked_tree_only():
+    params = sample().lock_()
+    with pytest.raises(LockedError, match="cannot delete 'weight': the tree is locked"):
+        del params.weight
+    del params.unlock_().weight
+    assert "weight" not in params
+    assert_one(params)
+
+
+@pytest.mark.parametrize("add", [setattr, register])
+def test_what_the_module_adds_fits_the_tree(add):
+    params = TensorDictParams(TensorDict({"w": torch.ones(2)}, [2], device="cpu"))
+    with pytest.raises(ValueError, match=r"key 'w2': shape \(3,\) does not begin with the batch"):
+        add(params, "w2", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ValueError, match="key 'w2': it is on the device meta, and the tree on cpu"):
+        add(params, "w2", nn.Parameter(torch.zeros(2, device="meta")))
+    with pytest.raises(ValueError, match=r"key 'w2': shape \(\) does not begin with the batch"):
+        add(params, "w2", TensorDictParams({"x": 1.0}, lock=True))
+    add(params, "w2", nn.Parameter(torch.zeros(2, 5)))
+    assert_one(params)

@@ -165,6 +165,23 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
                 f"{type(value).__name__}; make a branch of a module with "
                 "TensorDict.from_module(module, as_module=True)"
             )
+        entry = cast(Entry, value)
+        size = self._batch_size
+        if size and entry.shape[: len(size)] != size:
+            raise ValueError(
+                f"key {name!r}: shape {tuple(entry.shape)} does not begin with the batch size "
+                f"{tuple(size)}"
+            )
+        if self._device is not None and entry.device != self._device:
+            raise ValueError(
+                f"key {name!r}: it is on the device {entry.device}, and the tree on {self._device}"
+            )
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an entry, as ``nn.Module`` does; the tree must be unlocked."""
+        if self._lock is not None and name in self._data:
+            raise locked(f"delete {name!r}")
+        nn.Module.__delattr__(self, name)
 
     # -- copies --------------------------------------------------------------------------------
 

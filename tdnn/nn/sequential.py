@@ -296,7 +296,7 @@ class TensorDictSequential(TensorDictModule):
             if self._named and len(names) != len(steps):
                 raise ValueError(
                     f"{self._title()}: {len(steps)} steps for the names {listing(names)}; "
-                    "give a dict of named steps"
+                    "give a dict of named steps, or set each by its name: chain['name'] = step"
                 )
             names = names if self._named else [""] * len(steps)
             pairs[index] = zip(names, steps.values(), strict=True)
