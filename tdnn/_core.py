@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 from torch.compiler import is_compiling
 
-from tdnn._declared import Declared, Device, as_device, as_size, negative
+from tdnn._declared import Declared, Device, as_device, as_size, negative, on_device
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn._lock import locked
 from tdnn._marks import ABSENT
@@ -78,8 +78,11 @@ class TensorDictBase(Declared):
         self._data = {}
         if names is not None:
             self.names = names
+        if device is not None:
+            place = as_device(device)
+            source, kwargs = on_device((source, kwargs), place, non_blocking or False, {})
         if source:
-            self._fill(self._data, source, non_blocking or False)
+            self._fill(self._data, cast(Any, source), non_blocking or False)
         if kwargs:
             self._fill(self._data, kwargs, non_blocking or False)
         if lock:

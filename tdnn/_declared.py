@@ -1,16 +1,19 @@
 """What a tree says of its leaves: the batch dims, their names, and the device."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.compiler import is_compiling
 
 from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._lock import Lockable, locked
-from tdnn._node import Names
+from tdnn._node import Names, Node, itself
 
-__all__ = ["Declared", "Device", "as_device", "as_size", "common_start", "negative"]
+__all__ = ["Declared", "Device", "as_device", "as_size", "common_start", "negative", "on_device"]
 
 Device: TypeAlias = torch.device | str | int
 
@@ -293,6 +296,34 @@ def common_start(shapes: Sequence[Sequence[int]]) -> torch.Size:
         while common != tuple(shape[: len(common)]):
             common = common[:-1]
     return common
+
+
+def on_device(value: Any, device: torch.device, non_blocking: bool, memo: dict[Any, Any]) -> Any:
+    """Return a value with its tensors moved to a device, each once, so that ties stay.
+
+    Args:
+        value: a tensor, or a tuple, mapping or tree of values; others are returned as they are.
+        device: where to.
+        non_blocking: as for ``Tensor.to``.
+        memo: what was moved so far.
+    """
+    if isinstance(value, Tensor):
+        if value.device == device:
+            return value
+        at = itself(value) if is_compiling() else id(value)
+        if at not in memo:
+            memo[at] = value, value.to(device, non_blocking=non_blocking)
+        return memo[at][1]
+    if isinstance(value, Node):
+        if value._device == device or type(value) is not value._kind:
+            return value
+        move = partial(on_device, device=device, non_blocking=non_blocking, memo=memo)
+        return value._rebuild(move, value._batch_size, value._names)
+    if isinstance(value, Mapping):
+        return {key: on_device(each, device, non_blocking, memo) for key, each in value.items()}
+    if type(value) is tuple:
+        return tuple([on_device(each, device, non_blocking, memo) for each in value])
+    return value
 
 
 def as_device(device: Device) -> torch.device:

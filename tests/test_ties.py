@@ -189,3 +189,17 @@ def test_a_new_entry_is_held_as_it_was_given_though_its_tensor_is_overwritten():
     td = TensorDict({"x": old}, [3])
     td.update({"x": torch.ones(3), "n": old}, inplace=True)
     assert (td["x"].tolist(), td["n"].tolist()) == ([1] * 3, [0] * 3)
+
+
+def test_a_tree_made_on_another_device_keeps_its_ties():
+    tied = torch.zeros(2)
+    source = {"a": tied, "b": {"c": tied}, ("d", "e"): tied, "n": 1.0}
+    trees = [
+        TensorDict(source, device="meta"),
+        TensorDict(TensorDict(source), device="meta"),
+        TensorDict({"b": TensorDict({"c": tied})}, device="meta", a=tied),
+    ]
+    for tree in trees:
+        assert tree["a"] is tree["b", "c"]
+        assert {leaf.device.type for leaf in tree.values(True, True)} == {"meta"}
+        assert tree["b"].device == torch.device("meta")
