@@ -71,16 +71,17 @@ class TensorDictBase(Declared):
         if -1 in size:
             raise negative(size)
         self._batch_size = size
-        self._device = None if device is None else as_device(device)
+        if device is None:
+            self._device = None
+        else:
+            self._device = place = as_device(device)
+            source, kwargs = on_device((source, kwargs), place, non_blocking or False, {})
         self._names = None
         self._lock = None
         self._scope = None
         self._data = {}
         if names is not None:
             self.names = names
-        if device is not None:
-            place = as_device(device)
-            source, kwargs = on_device((source, kwargs), place, non_blocking or False, {})
         if source:
             self._fill(self._data, cast(Any, source), non_blocking or False)
         if kwargs:
