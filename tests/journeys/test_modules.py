@@ -340,9 +340,12 @@ def test_a_chain_runs_on_other_weights():
     with params.to_module(chain):
         found = chain(x)[-1]
         torch.testing.assert_close(torch.vmap(lambda x: chain(x)[-1])(x), found)
-    assert torch.equal(found, act(other, x))
-    assert not torch.equal(found, chain(x)[-1])
-    assert torch.equal(torch.func.functional_call(chain, other.state_dict(), (x,))[-1], found)
+    # Weights that need no gradient take another kernel on some CPUs: equal, but for rounding.
+    torch.testing.assert_close(found, act(other, x).detach())
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found, chain(x)[-1].detach())
+    called = torch.func.functional_call(chain, other.state_dict(), (x,))[-1]
+    torch.testing.assert_close(called.detach(), found)
 
 
 # -- many at once --------------------------------------------------------------------------------
