@@ -402,6 +402,8 @@ class TensorDictBase(Declared):
         node, way = self._home(as_path(key))
         if node._lock is not None:
             raise locked(f"set {key!r}")
+        if node._device is not None:
+            item = on_device(item, node._device, non_blocking, {})
         value = node._admit(item, key, non_blocking)
         if isinstance(value, TensorDictBase):
             node._refuse_cycle(value, key)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tdnn._core import TREES, Entry, IsLeaf, TensorDictBase, entries_of, locked
-from tdnn._declared import common_start
+from tdnn._declared import common_start, on_device
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn._ties import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
@@ -252,6 +252,7 @@ class _Update:
         self._inplace = inplace
         self._clone = clone
         self._clones: dict[int, tuple[Any, Any]] = {}
+        self._moved: dict[Any, Any] = {}
         self._non_blocking = non_blocking
         self._is_leaf = is_leaf
         self._puts: dict[Path, tuple[TensorDictBase, str, Entry]] = {}
@@ -301,6 +302,8 @@ class _Update:
         key = as_key(above + way) if above else as_key(way)
         if home._lock is not None:
             raise locked(f"set {key!r}")
+        if home._device is not None:
+            value = on_device(value, home._device, self._non_blocking, self._moved)
         value = home._admit(value, key, self._non_blocking)
         if isinstance(value, TensorDictBase):
             home._refuse_cycle(value, key)

@@ -341,6 +341,13 @@ def test_assigned_tensors_are_seen_by_the_tree():
     assert two.params["stat"] is state["params.stat"]
 
 
+def test_tensors_on_another_device_than_the_tree_cannot_be_assigned():
+    params = TensorDictParams(TensorDict({"a": torch.zeros(2), "n": torch.tensor(0)}, device="cpu"))
+    with pytest.raises(RuntimeError, match=r"'a': it is on the device meta(.|\n)*'n': it is on"):
+        params.load_state_dict(params.data.to("meta").to_dict(), assign=True)
+    assert {leaf.device.type for leaf in params.values()} == {"cpu"}
+
+
 @pytest.mark.parametrize("owned", [False, True])
 def test_missing_and_unexpected_names_are_reported_as_for_any_module(owned):
     params = sample()

@@ -203,3 +203,19 @@ def test_a_tree_made_on_another_device_keeps_its_ties():
         assert tree["a"] is tree["b", "c"]
         assert {leaf.device.type for leaf in tree.values(True, True)} == {"meta"}
         assert tree["b"].device == torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda td, new: td.update(new),
+        lambda td, new: td.update(TensorDict(new)),
+        lambda td, new: td.set("deep", new).get("deep"),
+        lambda td, new: td.set(("deep", "er"), TensorDict(new)).get(("deep", "er")),
+    ],
+)
+def test_entries_that_move_to_the_device_of_the_tree_keep_their_ties(move):
+    x = torch.zeros(3)
+    td = move(TensorDict({}, device="meta"), {"a": {"b": x}, "c": x, "d": torch.zeros(3)})
+    assert td["a", "b"].device.type == "meta"
+    assert td["a", "b"] is td["c"] is not td["d"]
