@@ -17,7 +17,6 @@ from torch.compiler import is_compiling
 
 from tdnn._core import Names, TensorDictBase
 from tdnn._dims import (
-    Part,
     Tree,
     basic_outline,
     batch_dim,
@@ -154,22 +153,22 @@ class Indexing(TensorDictBase):
             source = self._like({}, torch.Size(()))._convert(value, "the value")
             self._write_tree(index, cast(TensorDictBase, source))
         else:
-            self._write_value(index_parts(index, self), _as_value(value))
+            self._write_value(index, _as_value(value))
 
-    def _write_value(self, parts: list[Part], value: Any) -> None:
+    def _write_value(self, index: Any, value: Any) -> None:
         """Write a number or a tensor to every leaf."""
         leaves = self._writable()
-        place = tuple(parts)
+        place, size = self._place(index)
         if isinstance(value, Tensor):
-            if value.ndim and not _is_open(parts):
-                _, size, _ = outline(parts, self._batch_size, None)
+            if value.ndim and size is not None:
                 self._fit_all(size, leaves, [value] * len(leaves), 0)
         else:
             kinds = {leaf.dtype for leaf in leaves}
             if len(kinds) > 1:  # one that cannot hold the number must speak before the first write
                 for dtype in kinds:
                     torch.empty((), dtype=dtype).fill_(value)
-        _put(leaves, place, [value] * len(leaves))
+        for leaf in leaves:
+            put_at(leaf, place, value)
 
     def _write_tree(self, index: Any, source: TensorDictBase) -> None:
         """Write each leaf of ``source`` to the leaf of the same name."""
@@ -188,25 +187,38 @@ class Indexing(TensorDictBase):
             refuse_meta(zip(leaves, values, keys, strict=True))
         values = as_before(leaves, values)
         above = len(source._batch_size)
-        size = basic_outline(index if type(index) is tuple else (index,), self._batch_size)
-        if size is not None:  # Hot (test_setitem_dim): torch itself casts what it writes to views
-            fitted = self._fit_all(size, leaves, values, above)
-            if len(set(leaves)) < len(leaves):
-                leaves, fitted = self._settled(leaves, values, fitted)
-            for leaf, value in zip(leaves, fitted, strict=True):
-                put_at(leaf, index, value)
-            return
-        parts = index_parts(index, self)
-        place = tuple(parts)
-        fitted = values
-        if not _is_open(parts):
-            place, size, _ = outline(parts, self._batch_size, None)
-            fitted = self._fit_all(size, leaves, values, above)
+        place, size = self._place(index)
+        fitted = values if size is None else self._fit_all(size, leaves, values, above)
         if len(set(leaves)) < len(leaves):
             leaves, fitted = self._settled(leaves, values, fitted)
-        if any([isinstance(part, Tensor) for part in parts]) and not is_compiling():
-            torch.empty(()).expand(self._batch_size)[tuple(parts)]  # an index that is out of range
-        _put(leaves, place, fitted)
+        for leaf, value in zip(leaves, fitted, strict=True):
+            put_at(leaf, place, value)
+
+    def _place(self, index: Any) -> tuple[Any, torch.Size | None]:
+        """Return what to write leaves at, and the batch size that it has, None if unknown.
+
+        Raises:
+            IndexError: a position is out of range.
+        """
+        size = self._batch_size
+        basic = basic_outline(index if type(index) is tuple else (index,), size)
+        if basic is not None:
+            return index, basic
+        if type(index) is list or type(index) is range:
+            rows = row_positions(index, size, self._device)
+            if rows is not None:
+                return (rows,), with_rows(size, len(index))
+        parts = index_parts(index, self)
+        if is_compiling():
+            if any([is_mask(part) for part in parts]):
+                return tuple(parts), None  # a shape error that torch raises finds nothing written
+        else:
+            # Torch finds a position that is out of range when it has written others; on CUDA even
+            # later, so that a look costs a wait for all that runs there.
+            places = [part for part in parts if isinstance(part, Tensor) and not is_mask(part)]
+            if places and all([part.is_cpu for part in places]):
+                torch.empty(()).expand(size)[tuple(parts)]
+        return outline(parts, size, None)[:2]
 
     def _settled(
         self, leaves: list[Tensor], values: list[Tensor], fitted: list[Tensor]
@@ -231,13 +243,14 @@ class Indexing(TensorDictBase):
         """
         depth = len(self._batch_size)
         # Hot (test_setitem_dim): most values fit as they are, and as the ones before did.
-        before = fits = None
+        before = None
+        fits: tuple[int, ...] = size
         for leaf, value in zip(leaves, values, strict=True):
-            old, new = leaf.shape, value.shape
-            if old != before or new != fits:
-                before, fits = old, (*size, *old[depth:])
-                if new != fits:
-                    break
+            if leaf.shape != before:
+                before = leaf.shape
+                fits = size if len(before) == depth else size + before[depth:]
+            if value.shape != fits:
+                break
         else:
             return values
         shapes = [(*size, *leaf.shape[depth:]) for leaf in leaves]
@@ -461,14 +474,6 @@ def _unpaired(mine: TensorDictBase, theirs: TensorDictBase) -> MissingKeyError:
     return MissingKeyError(f"cannot write at the index: {'; '.join(faults)}; nothing was written")
 
 
-def _is_open(parts: list[Part]) -> bool:
-    """Return whether the shape that an index gives is unknown: that of a mask, while tracing.
-
-    Nothing runs then, so that a shape error which torch raises finds nothing written.
-    """
-    return is_compiling() and any(is_mask(part) for part in parts)
-
-
 def _fit(value: Tensor, shape: tuple[int, ...], further: int, above: int) -> Tensor | None:
     """Return a value such that torch broadcasts it to ``shape``, or None if that cannot be.
 
@@ -487,14 +492,6 @@ def _fit(value: Tensor, shape: tuple[int, ...], further: int, above: int) -> Ten
     if any(n not in (1, m) for n, m in zip(last, target, strict=True)):
         return None
     return value.reshape(last) if more else value
-
-
-def _put(leaves: Sequence[Tensor], place: tuple[Part, ...], values: Sequence[Any]) -> None:
-    """Write each value into its leaf, cast as it is by a write at a slice."""
-    for leaf, value in zip(leaves, values, strict=True):
-        if isinstance(value, Tensor) and (value.dtype, value.device) != (leaf.dtype, leaf.device):
-            value = value.to(leaf)
-        put_at(leaf, place, value)
 
 
 # -- choosing --------------------------------------------------------------------------------

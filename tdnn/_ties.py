@@ -61,13 +61,19 @@ def _overlap(one: Tensor, two: Tensor) -> bool:
 
 
 def put_at(leaf: Tensor, place: Any, value: Any) -> None:
-    """Write a value at an index; one that shares memory with the leaf is copied before."""
-    try:
+    """Write a value at an index; cast, and copied before if it shares memory with the leaf."""
+    if not isinstance(value, Tensor):
         leaf[place] = value
-    except RuntimeError:
-        if is_compiling() or not isinstance(value, Tensor) or not _overlap(leaf, value):
-            raise
-        leaf[place] = value.clone()
+    elif is_compiling():
+        leaf[place] = value.to(leaf)
+    else:
+        try:
+            leaf[place] = value
+        except RuntimeError:  # torch casts for slices only, and copies within no memory
+            is_alike = (value.dtype, value.device) == (leaf.dtype, leaf.device)
+            if is_alike and not _overlap(leaf, value):
+                raise
+            leaf[place] = value.to(leaf, copy=True)
 
 
 def as_before(leaves: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:

@@ -246,11 +246,24 @@ def test_a_value_that_shares_memory_with_its_leaf_is_read_as_it_was():
     assert td["b"].tolist() == [1, 2, 3]
 
 
-def test_an_index_out_of_range_is_refused_before_the_first_write():
+@pytest.mark.parametrize("index", [torch.tensor([0, 7]), [0, 7], range(2, 4), ([0, -4], None)])
+@pytest.mark.parametrize("value", [7, torch.tensor(7.0), {"a": 7, "b": torch.tensor(7.0)}])
+def test_an_index_out_of_range_is_refused_before_the_first_write(index, value):
     td = pairs()
-    with pytest.raises(IndexError):
-        td[torch.tensor([0, 7])] = TensorDict({"a": torch.ones(2), "b": torch.ones(2)}, [2])
+    with pytest.raises(IndexError, match="out of"):
+        td[index] = value
     assert not td["a"].any()
+    assert td["b"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("index", [slice(1, None), [1, 2], torch.tensor([1, 2]), range(1, 3)])
+def test_what_is_written_is_cast_to_the_dtype_of_its_leaf(index):
+    td = TensorDict({"a": torch.zeros(3, dtype=torch.int32), "b": torch.zeros(3)}, [3])
+    td[index] = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3, 4])}
+    assert (td["a"].tolist(), td["b"].tolist()) == ([0, 1, 2], [0, 3, 4])
+    td[index] = torch.tensor([5.0, 6.0])
+    assert (td["a"].tolist(), td["b"].tolist()) == ([0, 5, 6], [0, 5, 6])
+    assert (td["a"].dtype, td["b"].dtype) == (torch.int32, torch.float32)
 
 
 @pytest.mark.parametrize(
