@@ -85,8 +85,10 @@ def filled(wanted):
 
 
 def build(pairs, draw):
-    """A chain of the steps, some of them put into chains of their own."""
+    """A chain of the steps, some of them put into a chain of their own."""
     steps = [step(reads, writes) for reads, writes in pairs]
-    cut = draw.draw(st.integers(0, len(steps)))
-    inner = TensorDictSequential(*steps[:cut])
-    return TensorDictSequential(inner, *steps[cut:]) if cut else TensorDictSequential(*steps)
+    first, end = sorted([draw.draw(st.integers(0, len(steps))) for _ in "ab"])
+    if first == end:
+        return TensorDictSequential(*steps)
+    inner = TensorDictSequential(*steps[first:end])
+    return TensorDictSequential(*steps[:first], inner, *steps[end:])

@@ -176,6 +176,20 @@ def test_a_chain_runs_on_its_in_keys_and_on_nothing_less(pairs, data):
             seq(lesser)
 
 
+@given(STEPS, st.data())
+def test_the_keys_of_a_chain_do_not_depend_on_how_its_steps_are_grouped(pairs, data):
+    seq, flat = build(pairs, data), TensorDictSequential(*[step(*pair) for pair in pairs])
+    assert (seq.in_keys, seq.out_keys) == (flat.in_keys, flat.out_keys)
+
+
+def test_the_keys_of_a_chain_follow_a_step_of_a_chain_inside():
+    inner = chain("n>p", "q>r")
+    seq = TensorDictSequential(step("x", [("n", "a")]), inner)
+    assert seq.in_keys == ["x", "q"]
+    inner[1].in_keys = [("n", "b")]
+    assert (inner.in_keys, seq.in_keys) == (["n"], ["x", ("n", "b")])
+
+
 # -- where the outputs go ------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from chains import ONE, STEPS, build, chain, filled, keys, step, total, tree
+from chains import ONE, POOL, STEPS, build, chain, filled, keys, step, total, tree
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -232,10 +232,17 @@ def test_a_part_for_some_outputs_gives_what_the_whole_gives(pairs, data):
         return
     wanted = data.draw(st.lists(st.sampled_from(seq.out_keys), min_size=1, unique=True))
     part = seq.select_subsequence(out_keys=wanted)
-    whole, small = seq(filled(seq.in_keys)), part(filled(seq.in_keys))
+    whole, small = seq(filled(POOL)), part(filled(POOL))
     for key in wanted:
         assert torch.equal(small[key], whole[key])
     assert set(part.out_keys) <= set(seq.out_keys)
+
+
+def test_a_step_stays_of_which_an_inner_chain_reads_the_branch():
+    one, two, both = step("x", [("n", "a")]), step("x", [("n", "b")]), step("n", "o")
+    seq = TensorDictSequential(one, TensorDictSequential(two, both))
+    assert seq.in_keys == ["x"]
+    assert list(seq.select_subsequence(out_keys=["o"])) == list(seq)
 
 
 @given(STEPS, st.data())

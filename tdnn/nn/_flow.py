@@ -4,7 +4,16 @@ from collections.abc import Collection, Container, Iterable
 
 from tdnn._keys import NestedKey, as_key, as_path
 
-__all__ = ["keys_read", "keys_written", "reads", "stands_within", "touches", "writes"]
+__all__ = [
+    "keys_read",
+    "keys_written",
+    "may_read",
+    "reads",
+    "stands_within",
+    "touches",
+    "wants",
+    "writes",
+]
 
 
 def reads(step: object) -> list[NestedKey]:
@@ -27,18 +36,59 @@ def _plain(step: object, what: str) -> list[NestedKey]:
 
 
 def keys_read(steps: Iterable[object]) -> list[NestedKey]:
-    """Return what the steps read and no earlier one writes, without the parts of what is read."""
+    """Return what the steps read and no earlier one writes, without the parts of what is read.
+
+    A branch of which an earlier step writes a part counts as written.
+    """
+    found = _unwritten(steps)
+    return [key for key in found if not stands_within(key, found)]
+
+
+def _unwritten(steps: Iterable[object]) -> dict[NestedKey, None]:
+    """Return the same with the parts of what is read."""
     found: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
     begun: set[NestedKey] = set()  # the branches that the written keys stand in
     for step in steps:
-        for key in reads(step):
+        for key in wants(step):
             if key not in begun and key not in written and not stands_within(key, written):
                 found[key] = None
         for key in writes(step):
             written.add(key)
             begun.update(_branches(key))
-    return [key for key in found if not stands_within(key, found)]
+    return found
+
+
+def wants(step: object) -> list[NestedKey]:
+    """Return the keys that a step reads, each on its own: in a chain, also parts of others.
+
+    What is written before a chain may be the whole, and not the part.
+    """
+    inner = _steps_of(step)
+    return reads(step) if inner is None else list(_unwritten(inner))
+
+
+def may_read(step: object) -> list[NestedKey]:
+    """Return all that a step may read of what stood there before.
+
+    Of a chain that is also a branch of which it writes a part itself.
+    """
+    inner = _steps_of(step)
+    if inner is None:
+        return reads(step)
+    found: list[NestedKey] = []
+    written: set[NestedKey] = set()
+    for each in inner:
+        keys = may_read(each)
+        found += [key for key in keys if key not in written and not stands_within(key, written)]
+        written.update(writes(each))
+    return found
+
+
+def _steps_of(step: object) -> Collection[object] | None:
+    """Return the steps of a chain; None for any other module."""
+    steps = getattr(step, "_steps", None)
+    return None if steps is None else steps.values()
 
 
 def keys_written(steps: Iterable[object]) -> list[NestedKey]:
