@@ -15,6 +15,7 @@ from tdnn.errors import SwapError
 __all__ = [
     "Claim",
     "SlotId",
+    "all_debts",
     "begin",
     "hand_over",
     "is_latest",
@@ -177,6 +178,17 @@ def later(claim: Claim) -> list[Claim]:
         after = [] if at < 0 else _CLAIMS[at + 1 :]
     others = [ref() for ref in after]
     return [other for other in others if other is not None and other.thread == claim.thread]
+
+
+def all_debts() -> dict[SlotId, Any]:
+    """Return what the modules in swaps of this thread held before all of these, by slot."""
+    with _LOCK:
+        claims = [ref() for ref in _CLAIMS]
+    found: dict[SlotId, Any] = {}
+    for claim in claims:
+        if claim is not None and claim.thread == get_ident():
+            found = {**claim.debts(), **found}
+    return found
 
 
 def release(claim: Claim) -> None:

@@ -5,6 +5,7 @@ An exchange is planned and checked as a whole, then written slot by slot, and un
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -93,10 +94,13 @@ class SlotExchange(Exchange):
     # -- in ------------------------------------------------------------------------------------
 
     def put(self, is_open: bool = False) -> None:
-        plan, new = self._read()
-        self._check(plan, new)
-        turn = Turn(plan, self._root)
+        plan, leaves = self._read()
+        new = self._checked(plan, leaves)
+        turn = self._new_turn(plan)
         turn.is_open = is_open
+        if new is not leaves:
+            pairs = zip(leaves, new, strict=True)
+            turn.twins = [(leaf, one) for leaf, one in pairs if leaf is not one]
         try:
             _claims.take(turn)
             turn.read()
@@ -141,9 +145,28 @@ class SlotExchange(Exchange):
         self._last = (plan, lock, new) if plan.is_plain and lock is not None else None
         return plan, new
 
-    def _check(self, plan: Plan, new: list[Any]) -> None:
-        if plan.is_shared:
-            self._refuse_two_values(plan, plan.slot_ids(), new)
+    def _new_turn(self, plan: Plan) -> Turn:
+        return Turn(plan, self._root)
+
+    def _checked(self, plan: Plan, leaves: list[Any]) -> list[Any]:
+        """Return what goes into the slots: of two leaves for one slot, the first.
+
+        Raises:
+            SwapError: the leaves have two values for one slot, or for one tensor of the module.
+        """
+        if is_compiling() or not (plan.is_tied or plan.is_shared):
+            return leaves
+        slots = plan.slot_ids()
+        debts = _claims.all_debts()  # what stands in the slots now may be tied by another tree
+        held = map(dict.get, plan.targets, plan.keys)
+        own = [debts.get(slot, value) for slot, value in zip(slots, held, strict=True)]
+        places = [
+            slot if value is None else id(value) for slot, value in zip(slots, own, strict=True)
+        ]
+        self._refuse_two_values(plan, places, leaves)
+        first: dict[Any, Any] = {}
+        new = [first.setdefault(slot, leaf) for slot, leaf in zip(slots, leaves, strict=True)]
+        return leaves if all(map(is_, new, leaves)) else new
 
     def _look_at(self, plan: Plan, new: list[Any]) -> tuple[Plan, list[Any]]:
         """Return a plan and leaves that fit; some of those given are branches, or without a value.
@@ -175,19 +198,20 @@ class SlotExchange(Exchange):
 
     def _refuse_two_values(self, plan: Plan, places: Sequence[Any], new: list[Any]) -> None:
         """Raise if the tree has two values for one of the ``places``."""
-        if is_compiling():
-            return
         first: dict[Any, int] = {}
+        faults = []
         for i, place in enumerate(places):
-            one, two = new[first.setdefault(place, i)], new[i]
+            at = first.setdefault(place, i)
+            one, two = new[at], new[i]
             if one is two or is_transformed(two):
                 continue
             if (one.shape, one.dtype) != (two.shape, two.dtype) or not same_value(one, two):
-                raise SwapError(
-                    f"{self._key(plan, i)!r} is one slot of {module_title(self._root)} with two "
-                    "names, and the tree has two values for it"
-                )
-            new[i] = one
+                faults.append(f"{self._key(plan, at)!r} and {self._key(plan, i)!r}")
+        if faults:
+            raise SwapError(
+                f"cannot swap into {module_title(self._root)}: {'; '.join(faults)} are one tensor "
+                "there and have two values in the tree; give both names one tensor"
+            )
 
     def _key(self, plan: Plan, i: int) -> NestedKey:
         return as_key(plan.paths(self._tree, self._root)[i])
@@ -209,7 +233,8 @@ class SlotExchange(Exchange):
         tag: Callable[[Any], Any] = itself if is_compiling() else id
         as_they_are = set(map(tag, own))
         buffers = set() if is_compiling() else {id(slots) for _, slots in turn.plan.buffers}
-        made: dict[tuple[Any, bool], Parameter] = {}  # so that a tie stays one
+        made: dict[tuple[Any, bool], Parameter] = {}  # so that a tie of the tree stays one,
+        tied: dict[Any, Parameter] = {}  # and one of the module, for which there is one value
         kept = []
         for slots, before, leaf in zip(turn.plan.targets, turn.old, turn.new, strict=True):
             if (
@@ -219,9 +244,11 @@ class SlotExchange(Exchange):
                 and not (buffers and id(slots) in buffers)
             ):
                 flag = before.requires_grad and _can_need_gradient(leaf)
-                if (tag(leaf), flag) not in made:
-                    made[tag(leaf), flag] = Parameter(leaf, requires_grad=flag)
-                leaf = made[tag(leaf), flag]
+                look = tag(leaf), flag
+                if look not in made:
+                    one = tied.get(tag(before)) if turn.plan.is_tied else None
+                    made[look] = Parameter(leaf, requires_grad=flag) if one is None else one
+                leaf = tied[tag(before)] = made[look]
             kept.append(leaf)
         if made:
             turn.kept = kept
@@ -244,6 +271,10 @@ class SlotExchange(Exchange):
             left, filled = self._undo(turn, failed)
         finally:
             _claims.release(turn)
+        for leaf, one in turn.twins:
+            if not (is_transformed(one) or same_value(leaf, one)):
+                with torch.no_grad():
+                    leaf.copy_(one)
         if turn.covered and not failed:
             raise SwapError(
                 f"the block put something in the place of {', '.join(turn.covered)} (such as a "

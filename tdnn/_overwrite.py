@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.jit import ScriptModule
-from torch.nn import Parameter
 
 from tdnn import _claims
 from tdnn._claims import Claim, SlotId
 from tdnn._core import TensorDictBase
 from tdnn._exchange import Exchange, SlotExchange, can_copy
 from tdnn._held import nested
-from tdnn._keys import hint
+from tdnn._keys import NestedKey, as_key, hint, listing
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
 from tdnn._ties import same_value
 from tdnn._transforms import is_transformed
@@ -33,10 +32,13 @@ class CopyExchange(SlotExchange):
         super().__init__(tree, module)
         self._non_blocking = non_blocking
 
-    def _check(self, plan: Plan, new: list[Any]) -> None:
+    def _new_turn(self, plan: Plan) -> Turn:
+        return _CopyTurn(plan, self._root)
+
+    def _checked(self, plan: Plan, leaves: list[Any]) -> list[Any]:
         targets: list[Any] = list(map(dict.get, plan.targets, plan.keys))
         faults = []
-        for i, (target, leaf) in enumerate(zip(targets, new, strict=True)):
+        for i, (target, leaf) in enumerate(zip(targets, leaves, strict=True)):
             if not _can_hold(target, leaf):
                 faults.append(f"{self._key(plan, i)!r} has no memory to copy into or from")
             elif target.shape != leaf.shape:
@@ -45,57 +47,152 @@ class CopyExchange(SlotExchange):
         if faults:
             raise ValueError(f"cannot copy into {module_title(self._root)}: {'; '.join(faults)}")
         if not is_compiling():
-            self._refuse_two_values(plan, list(map(id, targets)), new)
+            self._refuse_two_values(plan, list(map(id, targets)), leaves)
+        return leaves
 
     def _bring_in(self, turn: Turn, new: list[Any]) -> list[Any]:
         old: Any = turn.old
         pairs = [(t, leaf) for t, leaf in zip(old, new, strict=True) if not _is_one(t, leaf)]
-        turn.saved = {target: target.detach().clone() for target, _ in pairs}
-        _claims.refuse_rivals(turn)
+        _save(turn, [target for target, _ in pairs])
         try:
             _copy(pairs, self._non_blocking)
         except BaseException:
             _copy(turn.saved.items())
             raise
-        turn.versions = list(map(_version, old))
+        cast(_CopyTurn, turn).note(new)
         return list(old)  # the slots keep their objects
 
     def _collect(self, turn: Turn, left: list[Any]) -> None:
-        """Bring what the block wrote into the module's tensors into the leaves."""
+        """Note what the block wrote into the module's tensors, for the leaves."""
+        copied = cast(_CopyTurn, turn)
         plan = turn.plan
-        _copy(
-            [
-                (home[key], turn.what_was_left(target))
-                for home, key, target, value, version in zip(
-                    plan.homes, plan.keys, turn.new, left, turn.versions, strict=True
-                )
-                if value is target and key in home and _is_changed(target, version)
-            ]
-        )
+        rows = zip(plan.homes, plan.keys, turn.new, left, copied.leaves, strict=True)
+        both = []
+        for at, (home, key, target, value, seen) in enumerate(rows):
+            if value is not target or target not in copied.brought or key not in home:
+                continue
+            now = turn.what_was_left(target)
+            is_same = _alike(now, copied.brought[target])
+            if _can_look(now) and bool(is_same.all()):
+                continue
+            leaf: Any = home[key]
+            if seen.is_changed(leaf):
+                both.append(self._key(plan, at))
+            if not seen.is_shared:
+                now = torch.where(is_same.to(leaf.device), leaf, now.to(leaf.device))
+            copied.news.append((leaf, now.clone()))
+        if both:
+            raise _two_writers(self._root, both)
 
     def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Filled]]:
         try:
-            return super()._undo(turn, failed)
+            done = super()._undo(turn, failed)
         finally:
-            try:
-                _copy(turn.saved.items())
-            except BaseException:  # Ctrl-C
-                _copy(turn.saved.items())
-                raise
+            _give_back(turn)
+        _copy(cast(_CopyTurn, turn).news)
+        return done
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Return the number of writes to a tensor so far, if it is counted and can be seen."""
-    if is_compiling() or tensor.is_inference() or is_transformed(tensor):
-        return None
-    return tensor._version
+class _CopyTurn(Turn):
+    __slots__ = ("brought", "leaves", "news")
+
+    def __init__(self, plan: Plan, root: nn.Module) -> None:
+        super().__init__(plan, root)
+        self.leaves: list[_Seen] = []
+        self.brought: dict[Tensor, Tensor] = {}  # what the tensors that it wrote to got
+        self.news: list[tuple[Tensor, Tensor]] = []  # what goes into leaves at the end
+
+    def note(self, leaves: list[Tensor]) -> None:
+        """Note what stands where, to tell later what the block wrote."""
+        # By value, as not all that torch writes is counted (batch_norm, fused optimizers, .data).
+        self.brought = {target: target.detach().clone() for target in self.saved}
+        self.leaves = _seen(leaves, self.saved)
 
 
-def _is_changed(tensor: Tensor, version: int | None) -> bool:
-    """Return whether a tensor was written to; of one that does not say, a buffer may have been."""
-    if version is None:
-        return not isinstance(tensor, Parameter)
-    return tensor._version != version
+class _Seen:
+    """A leaf, and the number of writes to it so far, if they are counted and can be seen."""
+
+    __slots__ = ("_leaf", "_version", "is_shared")
+
+    def __init__(self, leaf: Tensor, is_shared: bool) -> None:
+        self._leaf = leaf
+        self.is_shared = is_shared  # with the module, which is written to
+        is_counted = not (
+            is_shared or is_compiling() or leaf.is_inference() or is_transformed(leaf)
+        )
+        self._version = leaf._version if is_counted else None
+
+    def is_changed(self, leaf: Tensor) -> bool:
+        """Return whether another leaf took its place, or it was written to."""
+        if leaf is not self._leaf:
+            return True
+        return self._version is not None and leaf._version != self._version
+
+
+def _seen(leaves: Iterable[Tensor], written: Iterable[Tensor]) -> list[_Seen]:
+    memories = {_memory(tensor) for tensor in written}
+    return [_Seen(leaf, _memory(leaf) in memories) for leaf in leaves]
+
+
+def _two_writers(root: nn.Module, keys: list[NestedKey]) -> SwapError:
+    return SwapError(
+        f"the block wrote two values for {listing(keys)}, one into {module_title(root)} and one "
+        "into the tree, which keeps its own; a block of the same tree in this one does that too"
+    )
+
+
+def _is_as_before(value: Any, before: Any) -> bool:
+    """Return whether an entry of a state holds what it held."""
+    if not isinstance(value, Tensor):
+        return True
+    if before is None or (value.shape, value.dtype) != (before.shape, before.dtype):
+        return False
+    return bool(_alike(value, before).all())
+
+
+def _can_look(value: Tensor) -> bool:
+    """Return whether Python can see what is in a tensor."""
+    return not is_compiling() and not is_transformed(value)
+
+
+def _alike(one: Tensor, two: Tensor) -> Tensor:
+    """Return where two tensors have the same elements; a tensor on the meta device has none."""
+    if one.is_meta:
+        return torch.ones(one.shape, dtype=torch.bool)
+    return (one == two) | ((one != one) & (two != two))
+
+
+def _save(claim: Claim, tensors: Iterable[Tensor]) -> None:
+    """Keep what tensors hold that are going to be overwritten.
+
+    Raises:
+        SwapError: another thread is in a swap of one of them.
+    """
+    claim.saved = {tensor: tensor for tensor in tensors}  # for the other thread to see
+    try:
+        _claims.refuse_rivals(claim)
+    except BaseException:
+        claim.saved = {}
+        raise
+    claim.saved = {tensor: tensor.detach().clone() for tensor in claim.saved}
+    _forget_casts()
+
+
+def _give_back(claim: Claim) -> None:
+    """Bring back what was kept."""
+    try:
+        _copy(claim.saved.items())
+    except BaseException:  # Ctrl-C
+        _copy(claim.saved.items())
+        raise
+    finally:
+        _forget_casts()
+
+
+def _forget_casts() -> None:
+    """Drop what autocast made of weights in lower precision: they are overwritten."""
+    if not is_compiling() and torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
 
 
 def _has_value(tensor: Tensor | None) -> bool:
@@ -133,13 +230,14 @@ def _is_one(target: Tensor, leaf: Tensor) -> bool:
 
 
 class _StateTurn(Claim):
-    __slots__ = ("before", "slots", "versions")
+    __slots__ = ("before", "brought", "leaves", "slots")
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
         self.before: dict[str, Any] = {}
+        self.brought: dict[str, Any] = {}  # the state when the values were in
+        self.leaves: dict[str, _Seen] = {}
         self.slots: list[tuple[Slots, Slots]] = []
-        self.versions: dict[Tensor, int | None] = {}  # of the tensors that it wrote to
 
     def read(self) -> None:
         """Remember what the module holds."""
@@ -150,17 +248,13 @@ class _StateTurn(Claim):
             if not isinstance(module, ScriptModule)  # its tensors are only overwritten
             for slots in (cast(Slots, module._parameters), cast(Slots, module._buffers))
         ]
-        self.saved = {
-            tensor: tensor.detach().clone()
-            for tensor in (*root.parameters(), *root.buffers())
-            if _has_value(tensor)
-        }
-        for name, value in root.state_dict().items():
-            self.before[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        _save(self, filter(_has_value, (*root.parameters(), *root.buffers())))
+        self.before = _state_of(root)
 
-    def is_news(self, tensor: Tensor) -> bool:
-        """Return whether the block wrote to a tensor, or brought it in."""
-        return tensor not in self.versions or _is_changed(tensor, self.versions[tensor])
+    def note(self, leaves: dict[str, Tensor]) -> None:
+        """Note what stands where, to tell later what the block wrote."""
+        self.brought = _state_of(self.root)
+        self.leaves = dict(zip(leaves, _seen(leaves.values(), self.saved), strict=True))
 
     def shows(self) -> bool:
         return True  # the values are copies, so nothing shows
@@ -196,7 +290,15 @@ class _StateTurn(Claim):
         before = _without_tensors(self.before) if handed else self.before  # or they are in use
         if before:
             self.root.load_state_dict(before, strict=False)
-        _copy(self.saved.items())
+        _give_back(self)
+
+
+def _state_of(root: nn.Module) -> dict[str, Any]:
+    """Return a copy of a module's state."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in root.state_dict().items()
+    }
 
 
 def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +317,6 @@ class StateExchange(Exchange):
         try:
             _claims.take(turn)
             turn.read()
-            _claims.refuse_rivals(turn)
         except BaseException:
             _claims.release(turn)
             raise
@@ -225,7 +326,7 @@ class StateExchange(Exchange):
             report = module.load_state_dict(state, strict=False)
             if report.unexpected_keys:
                 self._refuse_unknown(report.unexpected_keys, turn.before)
-            turn.versions = {tensor: _version(tensor) for tensor in turn.saved}
+            turn.note(self._leaves())
         except BaseException:
             try:
                 turn.restore()
@@ -266,9 +367,12 @@ class StateExchange(Exchange):
     def _state(self, written: set[Any]) -> dict[str, Tensor]:
         """Return the leaves by name; copies of those in memory that is about to be written."""
         return {
-            ".".join(path): leaf.clone() if _memory(leaf) in written else leaf
-            for path, leaf in self._tree._leaves()
+            name: leaf.clone() if _memory(leaf) in written else leaf
+            for name, leaf in self._leaves().items()
         }
+
+    def _leaves(self) -> dict[str, Tensor]:
+        return {".".join(path): leaf for path, leaf in self._tree._leaves()}
 
     def leave(self, node: TensorDictBase, failed: bool) -> None:
         """End a block: load what the module had; what was written in it goes into the tree."""
@@ -277,35 +381,48 @@ class StateExchange(Exchange):
             handed, values = _claims.hand_over(turn, _claims.later(turn))
             try:
                 written = {} if failed else self._written(turn, handed, values)
-                none = {slot for slot, value in turn.debts().items() if value is None}
             finally:
                 turn.restore(handed)
         finally:
             _claims.release(turn)
-        leaves = {".".join(path): leaf for path, leaf in self._tree._leaves()}
-        for name, (slot, value) in written.items():
-            if can_copy(leaves.get(name), value):
-                _copy([(leaves[name], value)])
-            elif name in leaves or slot in none:
+        leaves = self._leaves()
+        copies = [(leaves[name], each) for name, each in written.items() if name in leaves]
+        fits = [can_copy(leaf, value) for leaf, value in copies]
+        _copy([pair for pair, fit in zip(copies, fits, strict=True) if fit])
+        for name, value in written.items():
+            if not can_copy(leaves.get(name), value):
                 self._tree.set(tuple(name.split(".")), value)
 
     def _written(
         self, turn: _StateTurn, handed: dict[SlotId, Any], values: dict[Tensor, Tensor]
-    ) -> dict[str, tuple[SlotId, Tensor]]:
-        """Return copies of what the block wrote to or assigned, by the names of a state dict."""
-        found: dict[str, tuple[SlotId, Tensor]] = {}
+    ) -> dict[str, Tensor]:
+        """Return copies of what the block wrote to entries of the tree, or to empty buffers."""
         state = self._root.state_dict()
+        filled = set()
+        none = {slot for slot, value in turn.debts().items() if value is None}
         for name, module in self._root.named_modules(remove_duplicate=False):
             for slots in (cast(Slots, module._parameters), cast(Slots, module._buffers)):
                 for key, tensor in slots.items():
-                    path = f"{name}.{key}" if name else key
-                    slot = (id(slots), key)
-                    left = handed.get(slot, tensor)
-                    if path not in state or left is None or not turn.is_news(left):
-                        continue
-                    is_as_seen = left is tensor and left not in values
-                    value = state[path] if is_as_seen else values.get(left, left)
-                    found[path] = slot, value.detach().clone()
+                    path, slot = f"{name}.{key}" if name else key, (id(slots), key)
+                    if slot in none:
+                        filled.add(path)
+                    left: Any = handed.get(slot, tensor)
+                    if path in state and (left is not tensor or left in values):
+                        state[path] = values.get(left, left)
+        leaves = self._leaves()
+        found = {
+            name: value.detach().clone()
+            for name, value in state.items()
+            if (name in leaves or name in filled)
+            and not _is_as_before(value, turn.brought.get(name))
+        }
+        both = [
+            as_key(tuple(name.split(".")))
+            for name in found
+            if name in turn.leaves and name in leaves and turn.leaves[name].is_changed(leaves[name])
+        ]
+        if both:
+            raise _two_writers(self._root, both)
         return found
 
     def found(self) -> Sequence[Any]:

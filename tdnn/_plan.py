@@ -60,6 +60,7 @@ class Plan:
         "homes",
         "is_plain",
         "is_shared",
+        "is_tied",
         "keys",
         "kind",
         "names",
@@ -98,6 +99,7 @@ class Plan:
             self.nones = [none for slot, none in nones.items() if slot not in taken]
         modules = self.modules(root)
         self.is_shared = len(modules) <= len(self.children)
+        self.is_tied = not is_compiling() and self._has_ties()
         classes = set(map(type, modules))
         self.kind = type(root)
         self.has_listeners = any([each.__setattr__ is not SETATTR for each in classes])
@@ -163,6 +165,11 @@ class Plan:
             if buffers[key] is None and key not in home:
                 self.nones.append((home, buffers, key))
 
+    def _has_ties(self) -> bool:
+        """Return whether two slots hold one tensor now; two without a value count as well."""
+        held = list(map(id, map(getitem, self.targets, self.keys)))
+        return len(set(held)) < len(held)
+
     def modules(self, root: nn.Module) -> set[nn.Module]:
         """Return the modules that it enters."""
         return {root, *self.children}
@@ -181,22 +188,21 @@ class Plan:
 
     def fits_module(self, root: nn.Module) -> bool:
         """Return whether the module is known to be built as it was when this was planned."""
-        return (
-            self.watches is not None
-            and type(root) is self.kind
-            and self.has_order()
-            and self.watches[0].holds()
-        )
+        if self.watches is None or type(root) is not self.kind or not self.watches[0].holds():
+            return False
+        # Hot (test_to_module_speed, test_kept_swap_speed): a look at names and ties costs a tenth.
+        now = registrations()
+        if now != self.registered:
+            if not self.has_order():
+                return False
+            self.registered, self.is_tied = now, self._has_ties()
+        return True
 
     def has_order(self) -> bool:
         """Return whether the names in the dicts of the modules are those of then, in order."""
-        if is_compiling():
-            return [*chain.from_iterable(self.registries)] == self.names
-        now = registrations()
-        # Hot (test_to_module_speed, test_kept_swap_speed): a look at the names costs a tenth.
-        if now != self.registered and [*chain.from_iterable(self.registries)] == self.names:
-            self.registered = now
-        return now == self.registered
+        if not is_compiling() and self.registered == registrations():
+            return True
+        return [*chain.from_iterable(self.registries)] == self.names
 
     def fits_tree(self) -> bool:
         """Return the same of the tree."""

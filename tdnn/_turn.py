@@ -41,7 +41,7 @@ class Turn(Claim):
         "old",
         "own",
         "plan",
-        "versions",
+        "twins",
     )
 
     def __init__(self, plan: Plan, root: nn.Module) -> None:
@@ -51,9 +51,9 @@ class Turn(Claim):
         self.own: list[Any] = []  # what the slots held
         self.new: Any = None  # what is in the slots; None: not there yet
         self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
+        self.twins: Sequence[Any] = ()  # other leaves for slots, each with the one in the slot
         self.nones = plan.nones  # buffers without a value, which a block may fill
         self.covered: list[str] = []  # slots that the module does not read any more
-        self.versions: Sequence[Any] = ()  # of the tensors in ``new``, if they are written to
         self.left: dict[Tensor, Tensor] = {}  # what it left in tensors that a later block writes to
         self._lazy: Sequence[_LazyState] = ()
         self._caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()

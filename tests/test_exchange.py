@@ -228,7 +228,7 @@ def test_equal_values_for_one_slot_stay_two_tensors_of_the_tree():
     with params.to_module(net):
         assert net.a.weight is one
     assert [params["a", "weight"], params["b", "weight"]] == held
-    with pytest.raises(SwapError, match="two values for it"):
+    with pytest.raises(SwapError, match="have two values in the tree"):
         TensorDict({"a": {"weight": one}, "b": {"weight": one.double()}}).to_module(net)
     with TensorDict({k: {"weight": torch.ones(2, 2, device="meta")} for k in "ab"}).to_module(net):
         assert net.a.weight.is_meta
@@ -366,7 +366,7 @@ def test_one_slot_with_two_names_takes_one_value():
     for inplace in (False, True):
         with pytest.raises(
             SwapError,
-            match=r"'weight'\) is one slot of Module with two names, and the tree has two",
+            match=r"Module: \('a', 'weight'\) and \('b', 'weight'\) are one tensor there and have two",
         ):
             params.to_module(net, inplace=inplace)
     assert same(before, exact(net))
@@ -375,7 +375,7 @@ def test_one_slot_with_two_names_takes_one_value():
         assert not net.a.weight.any()
     assert same(before, exact(net))
     params["b", "weight"] = torch.zeros(3, 2)
-    with pytest.raises(SwapError, match="the tree has two values for it"):
+    with pytest.raises(SwapError, match="have two values in the tree"):
         params.to_module(net)
 
 
