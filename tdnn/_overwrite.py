@@ -15,7 +15,7 @@ from tdnn._exchange import Exchange, SlotExchange, can_copy
 from tdnn._held import nested
 from tdnn._keys import NestedKey, as_key, hint, listing
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
-from tdnn._ties import same_value
+from tdnn._ties import same_value, settled
 from tdnn._transforms import is_transformed
 from tdnn._turn import Filled, Turn
 from tdnn.errors import MissingKeyError, SwapError
@@ -68,6 +68,7 @@ class CopyExchange(SlotExchange):
         plan = turn.plan
         rows = zip(plan.homes, plan.keys, turn.new, left, copied.leaves, strict=True)
         both = []
+        news = []
         for at, (home, key, target, value, seen) in enumerate(rows):
             if value is not target or target not in copied.brought or key not in home:
                 continue
@@ -80,9 +81,14 @@ class CopyExchange(SlotExchange):
                 both.append(self._key(plan, at))
             if not seen.is_shared:
                 now = torch.where(is_same.to(leaf.device), leaf, now.to(leaf.device))
-            copied.news.append((leaf, now.clone()))
+            news.append((leaf, now.clone(), at))
         if both:
             raise _two_writers(self._root, both)
+        copied.news = [(leaf, value) for leaf, value, _ in news]
+        if not is_compiling() and len({id(leaf) for leaf, _, _ in news}) < len(news):
+            leaves, values, ats = zip(*news, strict=True)
+            kept = settled(leaves, [values], lambda row: self._key(plan, ats[row]))
+            copied.news = [copied.news[row] for row in kept]
 
     def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Filled]]:
         try:

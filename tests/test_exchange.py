@@ -234,6 +234,82 @@ def test_equal_values_for_one_slot_stay_two_tensors_of_the_tree():
         assert net.a.weight.is_meta
 
 
+def test_a_module_with_two_names_runs_on_one_leaf_and_brings_what_it_wrote_to_both():
+    shared = nn.BatchNorm1d(2)
+    net = nn.Sequential(shared, nn.ReLU(), shared)
+    twin = copy.deepcopy(net)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    params = TensorDict(state).unflatten_keys(".")
+    for lock in (False, True, True):
+        x = torch.randn(5, 2) + 3
+        with params.lock_() if lock else params, params.to_module(net):
+            assert torch.equal(net(x), twin(x))
+        for name, value in twin.state_dict().items():
+            assert torch.equal(params[tuple(name.split("."))], value)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+def test_a_step_of_its_own_for_each_name_of_a_tie_is_refused():
+    net, x = Tied(), torch.randn(4, 3)
+    params = TensorDict.from_module(net).detach()
+
+    def loss(params):
+        with params.to_module(net):
+            return net(x).square().mean()
+
+    def tied_loss(params):  # what the error advises
+        return loss(params.copy().set(("two", "weight"), params["one", "weight"]))
+
+    wrong = params - 0.1 * torch.func.grad(loss)(params)
+    before = exact(net)
+    for _ in range(2):
+        with pytest.raises(SwapError, match=r"Tied: \('one', 'weight'\) and \('two', 'weight'"):
+            loss(wrong)
+        assert same(before, exact(net))
+    w = params["one", "weight"].clone().requires_grad_()
+    torch.func.functional_call(net, {"one.weight": w}, (x,)).square().mean().backward()
+    grad = torch.func.grad(tied_loss)(params)["one", "weight"]
+    torch.testing.assert_close(grad, w.grad)
+
+
+def test_a_tie_of_the_module_stays_one_parameter():
+    net = Tied()
+    params = TensorDict(net.state_dict()).unflatten_keys(".")  # two tensors over one memory
+    assert params["one", "weight"] is not params["two", "weight"]
+    params.to_module(net, return_swap=False)
+    assert net.one.weight is net.two.weight
+    assert len(list(net.parameters())) == 1
+
+
+def test_what_a_tree_ties_for_a_while_is_no_tie_of_the_module():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before, one = exact(net), blank(net)["0"]
+    other = weights_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with TensorDict({"0": one, "1": one}).to_module(net), other.to_module(net):
+        assert net[1].weight is other["1", "weight"]
+    assert same(before, exact(net))
+
+
+def test_a_tie_that_is_made_between_two_swaps_is_seen():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    params = weights_of(net)
+    for _ in range(3):
+        with params.to_module(net):
+            assert net[1].weight is params["1", "weight"]
+    net[1].weight = net[0].weight
+    with pytest.raises(SwapError, match=r"\('0', 'weight'\) and \('1', 'weight'\) are one tensor"):
+        params.to_module(net)
+
+
 def test_a_branch_that_left_the_tree_during_the_block_is_not_written_to():
     net = nn.Sequential(Counter(rebind))
     params = TensorDict.from_module(net).clone()
@@ -366,7 +442,7 @@ def test_one_slot_with_two_names_takes_one_value():
     for inplace in (False, True):
         with pytest.raises(
             SwapError,
-            match=r"Module: \('a', 'weight'\) and \('b', 'weight'\) are one tensor there and have two",
+            match=r"Module: \('a', 'weight'\) and \('b', 'weight'\) are one tensor there and",
         ):
             params.to_module(net, inplace=inplace)
     assert same(before, exact(net))

@@ -1,6 +1,8 @@
 """How the values of leaves get into a module and back."""
 
 import contextlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -246,6 +248,152 @@ def test_a_step_of_training_in_the_block_reaches_the_tree_only(way):
         torch.testing.assert_close(params[key], leaf)
 
 
+def track(net):
+    net(torch.rand(4, 3))  # batch_norm does not count its writes to the statistics
+
+
+def step(net, **options):
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1, **options)
+    net(torch.rand(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fused(net):
+    step(net, fused=True)
+
+
+def through_data(net):
+    for p in net.parameters():
+        p.data.add_(1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("act", [track, step, fused, through_data])
+def test_whatever_way_of_writing_a_block_uses_the_tree_gets_it(way, act):
+    net, twin = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    params = TensorDict.from_module(twin).data.clone()
+    before, held = exact(net), values(net)
+    torch.manual_seed(0)
+    act(twin)
+    torch.manual_seed(0)
+    with params.to_module(net, **way):
+        act(net)
+    for key, leaf in TensorDict.from_module(twin).items():
+        torch.testing.assert_close(params[key], leaf.detach())
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_block_and_tree_both_write_to_is_refused(way):
+    net = nn.BatchNorm1d(3)
+    params = TensorDict.from_module(net).data.clone()
+    before, held = exact(net), values(net)
+    block = params.to_module(net, **way)
+    block.__enter__()
+    track(net)
+    with params.to_module(net, **way):
+        track(net)
+    with pytest.raises(SwapError, match=r"two values for \['running_mean', 'running_var', 'num_ba"):
+        block.__exit__(None, None, None)
+    assert params["num_batches_tracked"] == 1
+    assert same(before, exact(net))
+    assert equal(held, values(net))
+    with params.to_module(net, **way):
+        with params.to_module(net.eval(), **way):
+            track(net)
+        track(net.train())
+        params["bias"] = torch.ones(3)
+    assert params["num_batches_tracked"] == 2
+    assert params["bias"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("way", [{}, *WAYS])
+def test_what_a_block_writes_goes_into_leaves_that_are_the_modules_own(way):
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    params = TensorDict.from_module(net)
+    exchanged = TensorDict({"0": params["1"], "1": params["0"]})
+    want = [net[at].weight.detach() + (1 + at) for at in (1, 0)]
+    with exchanged.to_module(net, **way), torch.no_grad():
+        net[0].weight.add_(2)
+        net[1].weight.add_(1)
+    found = [exchanged[at, "weight"] for at in "01"]
+    assert all(map(torch.equal, found, want))
+    assert found == [params["1", "weight"], params["0", "weight"]]
+
+
+def test_a_tied_leaf_cannot_take_what_two_weights_have_become():
+    net, w = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)), torch.ones(2)
+    params = TensorDict({"0": {"weight": w.diag()}})
+    params["1"] = params["0"]
+    block = params.to_module(net, inplace=True)
+    block.__enter__()
+    net[0].weight.data.add_(1)
+    net[1].weight.data.add_(2)
+    with pytest.raises(ValueError, match=r"values for one tensor: \('0', 'weight'\) and \('1', 'w"):
+        block.__exit__(None, None, None)
+    with params.to_module(net, inplace=True):
+        for layer in net:
+            layer.weight.data.add_(1)
+    assert params["0", "weight"].tolist() == [[2, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("way", [{}, *WAYS])
+def test_what_autocast_made_of_other_weights_is_not_used(way):
+    net, x = nn.Linear(3, 3), torch.ones(1, 3)
+    zeros = blank(net)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own = net(x)
+        for _ in range(2):
+            with zeros.to_module(net, **way):
+                assert not net(x).any()
+            assert torch.equal(net(x), own)
+
+
+def test_what_a_block_writes_is_found_under_the_name_that_hooks_give():
+    net = nn.Sequential(nn.Linear(2, 2))
+
+    def rename(old, new):
+        def hook(module, state, *rest):
+            for key in list(state):
+                state[key.replace(old, new)] = state.pop(key)
+
+        return hook
+
+    net.register_state_dict_post_hook(rename("0.", "old."))
+    net.register_load_state_dict_pre_hook(rename("old.", "0."))
+    params = TensorDict.from_module(net, use_state_dict=True).data.clone().zero_()
+    assert list(params.keys(True, True)) == [("old", "weight"), ("old", "bias")]
+    with params.to_module(net, use_state_dict=True), torch.no_grad():
+        net[0].bias.add_(4)
+    assert params["old", "bias"].tolist() == [4, 4]
+    assert not params["old", "weight"].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_threads_do_not_keep_each_others_weights(way):
+    one, two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    two.weight = one.weight
+    held = one.weight.detach().clone()
+
+    def work(net, value):
+        params = TensorDict({"weight": torch.full((2, 2), value)})
+        for _ in range(500):
+            with contextlib.suppress(SwapError), params.to_module(net, **way):
+                assert net.weight[0, 0] == value
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(work, one, 1.0), pool.submit(work, two, 2.0)]:
+                future.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert torch.equal(one.weight, held)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_leaf_that_the_block_does_not_write_to_keeps_its_precision(way):
     net = nn.BatchNorm1d(2)
@@ -297,6 +445,26 @@ def test_a_tree_cannot_be_the_destination_of_its_own_swap(way):
         with pytest.raises(ValueError, match="swap_dest is this tree or a branch of it"):
             params.to_module(net, swap_dest=dest, **way)
     assert same(before, exact(net))
+
+
+def test_what_a_compiled_block_writes_to_copies_goes_into_the_tree():
+    net = nn.BatchNorm1d(3)
+    params = TensorDict.from_module(net).data.double()
+    params["num_batches_tracked"] = torch.tensor(0)
+    twin, x = params.clone(), torch.rand(4, 3)
+
+    @torch.no_grad()
+    def run(params, x):
+        with params.to_module(net, inplace=True):
+            net.bias.add_(1)
+            net(x)
+
+    before = params["weight"]
+    run(twin, x)
+    torch.compile(run, fullgraph=True, backend="aot_eager")(params, x)
+    torch.testing.assert_close(params.to_dict(), twin.to_dict())
+    assert params["bias"].tolist() == [1, 1, 1]
+    assert params["weight"] is before
 
 
 def test_values_are_copied_in_a_compiled_function():
