@@ -3,9 +3,11 @@
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from threading import get_ident
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -20,7 +22,6 @@ __all__ = [
     "hand_over",
     "is_latest",
     "later",
-    "refuse_rivals",
     "release",
     "take",
 ]
@@ -45,6 +46,37 @@ class Claim(ABC):
         self.thread = 0
         self.number = 0
         self.saved: dict[Tensor, Tensor] = {}  # what tensors held that it wrote to
+
+    def save(self, tensors: Iterable[Tensor]) -> None:
+        """Keep what tensors hold that are going to be overwritten.
+
+        Raises:
+            SwapError: another thread is in a swap of one of them.
+        """
+        self.saved = {tensor: tensor for tensor in tensors}  # for the other thread to see
+        try:
+            _refuse_rivals(self)
+        except BaseException:
+            self.saved = {}
+            raise
+        self.saved = {tensor: tensor.detach().clone() for tensor in self.saved}
+        _forget_casts()
+
+    def give_back(self) -> None:
+        """Bring back what was kept."""
+        if self.saved:
+            try:
+                self._write_back()
+            except BaseException:  # Ctrl-C
+                self._write_back()
+                raise
+            finally:
+                _forget_casts()
+
+    def _write_back(self) -> None:
+        with torch.no_grad():
+            for tensor, value in self.saved.items():
+                tensor.copy_(value)
 
     @abstractmethod
     def debts(self) -> dict[SlotId, Any]:
@@ -81,29 +113,33 @@ def begin(stack: list[Any]) -> bool:
         SwapError: another thread is in a swap of the module, or of a part of it.
     """
     if is_compiling():
-        return _begin(stack) is not None
+        return _begin(stack)
     with _LOCK:
-        claim = _begin(stack)
-        if claim is None:
-            return False
-        owner, claim.thread = claim.thread, get_ident()
-        name = None if owner == claim.thread else _rival(claim)
-        if name is not None:
-            claim.is_open, claim.thread = False, owner
+        waiting: Any = stack[-1] if stack else None
+        began = _begin(stack)
+        name = None
+        if began:
+            owner, waiting.thread = waiting.thread, get_ident()
+            name = None if owner == waiting.thread else _rival(waiting)
+            if name is not None:
+                waiting.is_open, waiting.thread = False, owner
     if name is not None:
-        raise _busy(claim, name)
-    return True
+        raise _busy(waiting, name)
+    if waiting is not None and not (waiting.is_open or waiting.is_over):
+        hand_over(waiting, later(waiting))  # to the one that took its place
+        waiting.give_back()
+        release(waiting)
+    return began
 
 
-def _begin(stack: list[Any]) -> Any:
-    claim = stack[-1] if stack else None
-    if claim is None or claim.is_open:
-        return None
-    if not claim.can_begin():
-        stack.pop()
-        return None
-    claim.is_open = True
-    return claim
+def _begin(stack: list[Any]) -> bool:
+    if not stack or stack[-1].is_open:
+        return False
+    if stack[-1].can_begin():
+        stack[-1].is_open = True
+        return True
+    stack.pop()
+    return False
 
 
 def take(claim: Claim) -> None:
@@ -128,7 +164,7 @@ def take(claim: Claim) -> None:
         raise _busy(claim, name)
 
 
-def refuse_rivals(claim: Claim) -> None:
+def _refuse_rivals(claim: Claim) -> None:
     """Raise if another thread is in a swap of the same tensors; they are in ``claim.saved``."""
     if is_compiling():
         return
@@ -211,13 +247,12 @@ def hand_over(claim: Claim, others: list[Claim]) -> tuple[dict[SlotId, Any], dic
     """Make others that began later and go on give back, at their end, what this one found.
 
     Returns:
-        What this block left, by slot and by tensor, where a later block goes on. ``claim.saved``
-        keeps only the other tensors.
+        What this block left, by slot and by tensor, where one of ``others`` goes on.
+        ``claim.saved`` keeps only the other tensors.
     """
     debts = claim.debts()
     left: dict[SlotId, Any] = {}
     values: dict[Tensor, Tensor] = {}
-    others = [other for other in others if other.is_open]
     for other in others:
         theirs = other.debts()
         shared = (debts.keys() & theirs.keys()) - left.keys()
@@ -251,3 +286,9 @@ def _thread_name(ident: int) -> str | None:
     """Return the name of a thread that is alive."""
     names = [thread.name for thread in threading.enumerate() if thread.ident == ident]
     return names[0] if names else None
+
+
+def _forget_casts() -> None:
+    """Drop what autocast made of weights in lower precision: they are overwritten."""
+    if not is_compiling() and torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()

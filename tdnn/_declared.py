@@ -46,7 +46,16 @@ class Declared(Lockable):
         ]
         if wrong:
             raise ValueError(f"batch size {tuple(size)} does not fit {', '.join(wrong)}")
+        if any([branch._is_held_to_another(size) for branch in self._branches()]):
+            raise locked("change the batch size of a branch")
         self._declare(size)
+
+    def _is_held_to_another(self, size: torch.Size) -> bool:
+        """Return whether this branch, or one below, is locked and would get another batch size."""
+        if self._batch_size[: len(size)] == size:
+            return False
+        below = self._branches()
+        return self._lock is not None or any([each._is_held_to_another(size) for each in below])
 
     def _declare(self, size: torch.Size) -> None:
         self._batch_size = size

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tdnn._core import IsLeaf, Scope, TensorDictBase, locked
+from tdnn._declared import common_start
 from tdnn._keys import Path, as_key
 from tdnn.errors import KeyConflictError
 
@@ -217,11 +218,19 @@ class _Lens(Scope):
         for _, home, value in self.hidden(view):
             _add_hidden(plan, home, value)
         self.describe(plan, view)
-        _WriteBack(target, plan, self._keeps_empty).commit()
         size, names = self._declared
+        before = target._batch_size, target._names
+        if view._batch_size != size:  # what it took in fits the size that it has now
+            target._batch_size = common_start([target._batch_size, view._batch_size])
+            target._names = None
+        try:
+            _WriteBack(target, plan, self._keeps_empty).commit()
+        except BaseException:
+            target._batch_size, target._names = before
+            raise
         if view._batch_size != size:
             target.batch_size = view._batch_size
-        if view._names != names:
+        if view._batch_size != size or view._names != names:
             target._set_names(view._names)
 
     def describe(self, plan: "_BranchPlan", view: TensorDictBase) -> None:

@@ -53,7 +53,7 @@ class CopyExchange(SlotExchange):
     def _bring_in(self, turn: Turn, new: list[Any]) -> list[Any]:
         old: Any = turn.old
         pairs = [(t, leaf) for t, leaf in zip(old, new, strict=True) if not _is_one(t, leaf)]
-        _save(turn, [target for target, _ in pairs])
+        turn.save([target for target, _ in pairs])
         try:
             _copy(pairs, self._non_blocking)
         except BaseException:
@@ -94,7 +94,7 @@ class CopyExchange(SlotExchange):
         try:
             done = super()._undo(turn, failed)
         finally:
-            _give_back(turn)
+            turn.give_back()
         _copy(cast(_CopyTurn, turn).news)
         return done
 
@@ -107,6 +107,13 @@ class _CopyTurn(Turn):
         self.leaves: list[_Seen] = []
         self.brought: dict[Tensor, Tensor] = {}  # what the tensors that it wrote to got
         self.news: list[tuple[Tensor, Tensor]] = []  # what goes into leaves at the end
+
+    def can_begin(self) -> bool:
+        if self.is_over or is_compiling() or _claims.is_latest(self):
+            return not self.is_over
+        return super().can_begin() and all(
+            [bool(_alike(target, value).all()) for target, value in self.brought.items()]
+        )
 
     def note(self, leaves: list[Tensor]) -> None:
         """Note what stands where, to tell later what the block wrote."""
@@ -168,39 +175,6 @@ def _alike(one: Tensor, two: Tensor) -> Tensor:
     return (one == two) | ((one != one) & (two != two))
 
 
-def _save(claim: Claim, tensors: Iterable[Tensor]) -> None:
-    """Keep what tensors hold that are going to be overwritten.
-
-    Raises:
-        SwapError: another thread is in a swap of one of them.
-    """
-    claim.saved = {tensor: tensor for tensor in tensors}  # for the other thread to see
-    try:
-        _claims.refuse_rivals(claim)
-    except BaseException:
-        claim.saved = {}
-        raise
-    claim.saved = {tensor: tensor.detach().clone() for tensor in claim.saved}
-    _forget_casts()
-
-
-def _give_back(claim: Claim) -> None:
-    """Bring back what was kept."""
-    try:
-        _copy(claim.saved.items())
-    except BaseException:  # Ctrl-C
-        _copy(claim.saved.items())
-        raise
-    finally:
-        _forget_casts()
-
-
-def _forget_casts() -> None:
-    """Drop what autocast made of weights in lower precision: they are overwritten."""
-    if not is_compiling() and torch.is_autocast_cache_enabled():
-        torch.clear_autocast_cache()
-
-
 def _has_value(tensor: Tensor | None) -> bool:
     return tensor is not None and not isinstance(tensor, UNINITIALISED)
 
@@ -254,7 +228,7 @@ class _StateTurn(Claim):
             if not isinstance(module, ScriptModule)  # its tensors are only overwritten
             for slots in (cast(Slots, module._parameters), cast(Slots, module._buffers))
         ]
-        _save(self, filter(_has_value, (*root.parameters(), *root.buffers())))
+        self.save(filter(_has_value, (*root.parameters(), *root.buffers())))
         self.before = _state_of(root)
 
     def note(self, leaves: dict[str, Tensor]) -> None:
@@ -266,7 +240,10 @@ class _StateTurn(Claim):
         return True  # the values are copies, so nothing shows
 
     def can_begin(self) -> bool:
-        return not self.is_over
+        if self.is_over or _claims.is_latest(self):
+            return not self.is_over
+        now = self.root.state_dict()
+        return all(_is_as_before(value, self.brought.get(name)) for name, value in now.items())
 
     def debts(self) -> dict[SlotId, Any]:
         return {(id(slots), key): held[key] for slots, held in self.slots for key in held}
@@ -296,7 +273,7 @@ class _StateTurn(Claim):
         before = _without_tensors(self.before) if handed else self.before  # or they are in use
         if before:
             self.root.load_state_dict(before, strict=False)
-        _give_back(self)
+        self.give_back()
 
 
 def _state_of(root: nn.Module) -> dict[str, Any]:
@@ -384,7 +361,8 @@ class StateExchange(Exchange):
         """End a block: load what the module had; what was written in it goes into the tree."""
         turn = self._stack.pop()
         try:
-            handed, values = _claims.hand_over(turn, _claims.later(turn))
+            later = [other for other in _claims.later(turn) if other.is_open]
+            handed, values = _claims.hand_over(turn, later)
             try:
                 written = {} if failed else self._written(turn, handed, values)
             finally:

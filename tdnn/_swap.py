@@ -10,9 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from tdnn._core import TensorDictBase
 from tdnn._exchange import Exchange, SlotExchange
-from tdnn._keys import NestedKey, Path, as_key
+from tdnn._keys import NestedKey, Path, as_key, listing
 from tdnn._overwrite import CopyExchange, StateExchange
-from tdnn._plan import batched, nodes_of
+from tdnn._plan import batched, module_title, nodes_of
 
 __all__ = ["Swaps"]
 
@@ -38,7 +38,8 @@ class Swaps(TensorDictBase):
                 (a tie) gets both.
             as_module: return a :class:`tdnn.nn.TensorDictParams`.
             lock: lock the tree.
-            use_state_dict: read ``module.state_dict()`` instead, so that its hooks run.
+            use_state_dict: read ``module.state_dict()`` instead, so that its hooks run; an entry
+                that is no tensor is a TypeError.
             filter_empty: leave out submodules without parameters and buffers.
 
         Returns:
@@ -235,6 +236,12 @@ def _read(cls: Any, module: nn.Module, filter_empty: bool) -> Any:
 
 def _nested_state(module: nn.Module) -> dict[NestedKey, Any]:
     state = module.state_dict(keep_vars=True)
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise TypeError(
+            f"cannot make a tree of the state of {module_title(module)}: {listing(others)} are no "
+            "tensors, such as extra state; use from_module(net), which leaves them in the module"
+        )
     return {as_key(tuple(name.split("."))): value for name, value in state.items()}
 
 

@@ -214,7 +214,7 @@ class Turn(Claim):
             if not other.is_open and not other.debts().keys().isdisjoint(self.debts().keys()):
                 _claims.release(other)
                 other.is_over = True
-        handed, self.left = _claims.hand_over(self, later)
+        handed, self.left = _claims.hand_over(self, [other for other in later if other.is_open])
         slots = self.plan.slot_ids()
         self.old = [
             value if slot in handed and value is not GONE else before

@@ -170,6 +170,19 @@ def test_a_locked_tree_keeps_its_batch_size():
         td.auto_batch_size_(-1)
 
 
+def test_a_locked_branch_keeps_its_batch_size():
+    td = TensorDict({"a": {"b": torch.ones(2, 3)}, "c": {"d": {"e": torch.ones(2, 3)}}}, [2])
+    td["c", "d"].lock_()
+    with pytest.raises(LockedError, match="cannot change the batch size of a branch"):
+        td.batch_size = [2, 3]
+    assert {td.batch_size, td["a"].batch_size, td["c", "d"].batch_size} == {(2,)}
+    td.batch_size = []
+    assert (td.batch_size, td["c", "d"].batch_size) == ((), (2,))
+    td["c", "d"].unlock_()
+    td.batch_size = [2, 3]
+    assert td["c", "d"].batch_size == (2, 3)
+
+
 def test_a_lazy_stack_in_a_tree_keeps_its_batch_size():
     rows = [TensorDict({"x": torch.zeros(3, 4)}, [3]) for _ in range(2)]
     lazy = LazyStackedTensorDict(*rows)

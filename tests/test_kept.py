@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from zoo import Counter, blank, chain, exact, rebind, same, warmed
+from zoo import Counter, blank, chain, equal, exact, rebind, same, values, warmed
 
 from tdnn import MissingKeyError, SwapError, TensorDict, TensorDictParams
 
@@ -131,6 +131,21 @@ def test_a_swap_is_there_still_after_a_block_of_another_one():
     with swap:
         assert net[0].weight is params["0", "weight"]
     assert same(before, exact(net))
+
+
+@pytest.mark.parametrize("way", [{}, {"inplace": True}, {"use_state_dict": True}])
+@pytest.mark.parametrize("other", [{}, {"inplace": True}, {"use_state_dict": True}])
+def test_kept_swaps_that_were_made_one_after_the_other_can_be_entered_in_turn(way, other):
+    net = chain()
+    before, held = exact(net), values(net)
+    one, two = blank(net), blank(net) + 1
+    swaps = [(one, one.to_module(net, **way)), (two, two.to_module(net, **other))]
+    for _ in range(2):
+        for params, swap in swaps:
+            with swap:
+                assert torch.equal(net[0].weight, params["0", "weight"])
+    assert same(before, exact(net))
+    assert equal(held, values(net))
 
 
 def test_a_kept_swap_of_a_tree_with_batch_dims_is_refused():

@@ -508,6 +508,24 @@ def test_a_lens_compiles_with_inductor():
 
 
 @pytest.mark.parametrize("inplace", [False, True])
+def test_an_entry_fits_the_batch_size_that_the_view_declares(inplace):
+    td = TensorDict({"a": {"b": torch.ones(2, 3)}}, [2], names=["time"])
+    with td.flatten_keys(".", inplace=inplace) as flat:
+        flat.batch_size = []
+        flat["z"] = torch.ones(5)
+    assert (td.batch_size, td.names, td["a"].batch_size) == ((), [], (2,))
+    assert list(td.keys(True, True)) == [("a", "b"), "z"]
+    before = td.to_dict()
+    with (
+        pytest.raises(ValueError, match=r"'a', 'y'\): shape \(5,\) does not begin with the batch"),
+        td.flatten_keys(".", inplace=inplace) as flat,
+    ):
+        flat["a.y"] = torch.ones(5)
+    assert td.batch_size == ()
+    assert td.to_dict() == before
+
+
+@pytest.mark.parametrize("inplace", [False, True])
 def test_a_batch_size_or_names_that_the_view_declares_are_the_trees(inplace):
     td = TensorDict({"a": {"b": torch.ones(2, 3)}}, [2])
     with td.flatten_keys(".", inplace=inplace) as flat:

@@ -48,6 +48,16 @@ def test_a_tree_can_be_read_from_the_state_dict(kind):
     assert all(tree[tuple(name.split("."))] is tensor for name, tensor in state.items())
 
 
+def test_a_state_that_is_no_tensor_is_refused():
+    class Counting(nn.Linear):
+        def get_extra_state(self):
+            return {"n": 1}
+
+    with pytest.raises(TypeError, match=r"of Counting\(2→2\): \['_extra_state'\] are no tensors"):
+        TensorDict.from_module(Counting(2, 2), use_state_dict=True)
+    assert list(TensorDict.from_module(Counting(2, 2)).keys()) == ["weight", "bias"]
+
+
 def test_submodules_without_tensors_are_left_out_or_kept():
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.ReLU()))
     assert list(TensorDict.from_module(net).keys()) == ["0"]
