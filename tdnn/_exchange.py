@@ -5,7 +5,6 @@ An exchange is planned and checked as a whole, then written slot by slot, and un
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -95,16 +94,12 @@ class SlotExchange(Exchange):
 
     def put(self, is_open: bool = False) -> None:
         plan, leaves = self._read()
-        new = self._checked(plan, leaves)
         turn = self._new_turn(plan)
         turn.is_open = is_open
-        if new is not leaves:
-            pairs = zip(leaves, new, strict=True)
-            turn.twins = [(leaf, one) for leaf, one in pairs if leaf is not one]
         try:
             _claims.take(turn)
             turn.read()
-            turn.new = self._bring_in(turn, new)
+            turn.new = self._bring_in(turn, self._checked(turn, leaves))
         except BaseException as error:
             try:
                 if turn.old is not None:
@@ -148,17 +143,21 @@ class SlotExchange(Exchange):
     def _new_turn(self, plan: Plan) -> Turn:
         return Turn(plan, self._root)
 
-    def _checked(self, plan: Plan, leaves: list[Any]) -> list[Any]:
+    def _checked(self, turn: Turn, leaves: list[Any]) -> list[Any]:
         """Return what goes into the slots: of two leaves for one slot, the first.
 
         Raises:
             SwapError: the leaves have two values for one slot, or for one tensor of the module.
         """
-        if is_compiling() or not (plan.is_tied or plan.is_shared):
+        if is_compiling():
+            return leaves
+        plan, held = turn.plan, turn.own
+        if plan.is_tied is None:
+            plan.is_tied = len(set(map(id, held))) < len(held)  # with slots that have two names
+        if not plan.is_tied:
             return leaves
         slots = plan.slot_ids()
         debts = _claims.all_debts()  # what stands in the slots now may be tied by another tree
-        held = map(dict.get, plan.targets, plan.keys)
         own = [debts.get(slot, value) for slot, value in zip(slots, held, strict=True)]
         places = [
             slot if value is None else id(value) for slot, value in zip(slots, own, strict=True)
@@ -166,7 +165,8 @@ class SlotExchange(Exchange):
         self._refuse_two_values(plan, places, leaves)
         first: dict[Any, Any] = {}
         new = [first.setdefault(slot, leaf) for slot, leaf in zip(slots, leaves, strict=True)]
-        return leaves if all(map(is_, new, leaves)) else new
+        turn.twins = [(leaf, one) for leaf, one in zip(leaves, new, strict=True) if leaf is not one]
+        return new if turn.twins else leaves
 
     def _look_at(self, plan: Plan, new: list[Any]) -> tuple[Plan, list[Any]]:
         """Return a plan and leaves that fit; some of those given are branches, or without a value.

@@ -35,8 +35,8 @@ class CopyExchange(SlotExchange):
     def _new_turn(self, plan: Plan) -> Turn:
         return _CopyTurn(plan, self._root)
 
-    def _checked(self, plan: Plan, leaves: list[Any]) -> list[Any]:
-        targets: list[Any] = list(map(dict.get, plan.targets, plan.keys))
+    def _checked(self, turn: Turn, leaves: list[Any]) -> list[Any]:
+        plan, targets = turn.plan, turn.own
         faults = []
         for i, (target, leaf) in enumerate(zip(targets, leaves, strict=True)):
             if not _can_hold(target, leaf):

@@ -59,7 +59,6 @@ class Plan:
         "has_listeners",
         "homes",
         "is_plain",
-        "is_shared",
         "is_tied",
         "keys",
         "kind",
@@ -97,10 +96,8 @@ class Plan:
             taken = set(self.slot_ids())
             nones = {(id(slots), key): (home, slots, key) for home, slots, key in self.nones}
             self.nones = [none for slot, none in nones.items() if slot not in taken]
-        modules = self.modules(root)
-        self.is_shared = len(modules) <= len(self.children)
-        self.is_tied = not is_compiling() and self._has_ties()
-        classes = set(map(type, modules))
+        self.is_tied: bool | None = None  # whether two slots hold one tensor; None: not known
+        classes = set(map(type, self.modules(root)))
         self.kind = type(root)
         self.has_listeners = any([each.__setattr__ is not SETATTR for each in classes])
         self.has_lazy = any([issubclass(each, LazyModuleMixin) for each in classes])
@@ -165,11 +162,6 @@ class Plan:
             if buffers[key] is None and key not in home:
                 self.nones.append((home, buffers, key))
 
-    def _has_ties(self) -> bool:
-        """Return whether two slots hold one tensor now; two without a value count as well."""
-        held = list(map(id, map(getitem, self.targets, self.keys)))
-        return len(set(held)) < len(held)
-
     def modules(self, root: nn.Module) -> set[nn.Module]:
         """Return the modules that it enters."""
         return {root, *self.children}
@@ -195,7 +187,7 @@ class Plan:
         if now != self.registered:
             if not self.has_order():
                 return False
-            self.registered, self.is_tied = now, self._has_ties()
+            self.registered, self.is_tied = now, None
         return True
 
     def has_order(self) -> bool:
