@@ -142,7 +142,7 @@ class Swaps(TensorDictBase):
         Args:
             module: has a slot for every leaf; slots without a leaf keep what they hold.
             inplace: copy the values into the module's own tensors, which keep their identity.
-                Shapes must be equal.
+                Shapes must be equal. Two more copies are kept as long as the block runs.
             return_swap: return what the module held; a ``with`` block needs it.
             swap_dest: a tree to write that into, and to return.
             use_state_dict: load through ``module.load_state_dict``, so that its hooks run; the
