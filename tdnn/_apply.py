@@ -65,7 +65,9 @@ class Apply(TensorDictBase):
             >>> TensorDict({"a": {"b": torch.ones(2)}}).apply(lambda leaf: leaf + 1)["a", "b"]
             tensor([2., 2.])
         """
-        run = _Run(fn, False, False, default, filter_empty, call_on_nested, is_leaf)
+        run = _Run(
+            lambda _, leaf, *rest: fn(leaf, *rest), default, filter_empty, call_on_nested, is_leaf
+        )
         run.memo = None if others else {}
         return self._finish(run, others, batch_size, device, names, inplace, propagate_lock)
 
@@ -118,7 +120,11 @@ class Apply(TensorDictBase):
             >>> list(kept.keys(True, True))
             [('a', 'b')]
         """
-        run = _Run(fn, True, nested_keys, default, filter_empty, call_on_nested, is_leaf)
+
+        def named(path: Path, leaf: Any, *rest: Any) -> Any:
+            return fn(as_key(path) if nested_keys else path[-1], leaf, *rest)
+
+        run = _Run(named, default, filter_empty, call_on_nested, is_leaf)
         return self._finish(run, others, batch_size, device, names, inplace, propagate_lock)
 
     def _finish(
@@ -163,16 +169,12 @@ class _Run:
     def __init__(
         self,
         fn: Callable[..., Any],
-        named: bool,
-        whole_key: bool,
         default: Any,
         filter_empty: bool | None,
         call_on_nested: bool,
         is_leaf: IsLeaf | None,
     ) -> None:
         self.fn = fn
-        self.named = named
-        self.whole_key = whole_key
         self.default = default
         self.filter_empty = filter_empty
         self.call_on_nested = call_on_nested
@@ -193,11 +195,9 @@ class _Run:
         """Return the function's value for a leaf, from the memo if the leaf was seen."""
         if self.memo is not None:
             if leaf not in self.memo:
-                self.memo[leaf] = self.fn(leaf)
+                self.memo[leaf] = self.fn(path, leaf)
             return self.memo[leaf]
-        if self.named:
-            return self.fn(as_key(path) if self.whole_key else path[-1], leaf, *rest)
-        return self.fn(leaf, *rest)
+        return self.fn(path, leaf, *rest)
 
     def matches(self, node: TensorDictBase, other: Any) -> bool:
         """Return whether another tree has the keys of this one, wherever this one is entered."""

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _CLAIMS: list["weakref.ref[Claim]"] = []  # oldest first
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _taken = 0  # claims so far, which numbers them
 
 
@@ -55,7 +55,9 @@ class Claim(ABC):
         """
         self.saved = {tensor: tensor for tensor in tensors}  # for the other thread to see
         try:
-            _refuse_rivals(self)
+            if not is_compiling():
+                with _LOCK:
+                    _refuse_rivals(self)
         except BaseException:
             self.saved = {}
             raise
@@ -94,13 +96,17 @@ class Claim(ABC):
     def shows(self) -> bool:
         """Return whether the module still holds anything that the swap brought in."""
 
-    @abstractmethod
     def can_begin(self) -> bool:
         """Return whether a block can begin with what is in the module.
 
         That is so unless another swap took its place; what was assigned to a slot right after
         the swap is in the block too.
         """
+        return not self.is_over and (is_latest(self) or self.is_whole())
+
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """Return whether the module still holds all that the swap brought in."""
 
 
 def begin(stack: list[Any]) -> bool:
@@ -117,14 +123,14 @@ def begin(stack: list[Any]) -> bool:
     with _LOCK:
         waiting: Any = stack[-1] if stack else None
         began = _begin(stack)
-        name = None
         if began:
             owner, waiting.thread = waiting.thread, get_ident()
-            name = None if owner == waiting.thread else _rival(waiting)
-            if name is not None:
+            try:
+                if owner != waiting.thread:
+                    _refuse_rivals(waiting)
+            except SwapError:
                 waiting.is_open, waiting.thread = False, owner
-    if name is not None:
-        raise _busy(waiting, name)
+                raise
     if waiting is not None and not (waiting.is_open or waiting.is_over):
         hand_over(waiting, later(waiting))  # to the one that took its place
         waiting.give_back()
@@ -157,39 +163,28 @@ def take(claim: Claim) -> None:
         claim.number = _taken
         if _CLAIMS:
             _CLAIMS[:] = [ref for ref in _CLAIMS if ref() is not None]
-        name = _rival(claim)
-        if name is None:
-            _CLAIMS.append(weakref.ref(claim))
-    if name is not None:
-        raise _busy(claim, name)
+        _refuse_rivals(claim)
+        _CLAIMS.append(weakref.ref(claim))
 
 
 def _refuse_rivals(claim: Claim) -> None:
-    """Raise if another thread is in a swap of the same tensors; they are in ``claim.saved``."""
-    if is_compiling():
-        return
-    with _LOCK:
-        name = _rival(claim)
+    """Raise if another thread is in a swap of the module, or of a tensor in ``claim.saved``.
+
+    Called with the lock held.
+    """
+    name = _rival(claim)
     if name is not None:
-        raise _busy(claim, name)
-
-
-def is_latest(claim: Claim) -> bool:
-    """Return whether no swap of any module began after this one."""
-    return not is_compiling() and claim.number == _taken
-
-
-def _busy(claim: Claim, name: str) -> SwapError:
-    return SwapError(
-        f"{module_title(claim.root)} is in a swap of thread {name!r}; wait until that block ends "
-        "and the swap is let go, or give each thread its own copy"
-    )
+        raise SwapError(
+            f"{module_title(claim.root)} is in a swap of thread {name!r}; wait until that block "
+            "ends and the swap is let go, or give each thread its own copy"
+        )
 
 
 def _rival(claim: Claim) -> str | None:
     """Return the name of another thread that is in a swap of the module.
 
-    A block whose thread has ended goes on in this one, where it must be left.
+    A block whose thread has ended goes on in this one, where it must be left. Only the name is
+    returned: an error raised here would keep the other claim alive by its traceback.
     """
     for ref in _CLAIMS:
         other = ref()
@@ -203,6 +198,11 @@ def _rival(claim: Claim) -> str | None:
                 return name
             other.thread = claim.thread
     return None
+
+
+def is_latest(claim: Claim) -> bool:
+    """Return whether no swap of any module began after this one."""
+    return not is_compiling() and claim.number == _taken
 
 
 def later(claim: Claim) -> list[Claim]:

@@ -24,7 +24,6 @@ __all__ = [
     "columns_of",
     "completed",
     "is_number",
-    "leaves_of",
     "operand",
 ]
 
@@ -136,7 +135,7 @@ def columns_of(
         TypeError: one of ``others`` is no operand.
         ValueError: the batch sizes do not broadcast.
     """
-    leaves = leaves_of(tree)
+    leaves = tree._values()
     columns: list[Column] = [leaves]
     mine: list[Any] | None = None
     as_is = True
@@ -165,20 +164,6 @@ def _spread(value: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     widths = [leaf.ndim - depth for leaf in leaves]
     made = {width: value.reshape((*value.shape, *[1] * width)) for width in set(widths)}
     return [made[width] for width in widths]
-
-
-def leaves_of(node: TensorDictBase) -> list[Any]:
-    found: list[Any] = []
-    _add_leaves(node._data, found)
-    return found
-
-
-def _add_leaves(data: dict[str, Any], found: list[Any]) -> None:
-    for value in data.values():
-        if type(value) in PLAIN or not isinstance(value, TensorDictBase):
-            found.append(value)
-        else:
-            _add_leaves(value._data, found)
 
 
 def _gather(

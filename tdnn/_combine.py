@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, leaves_of, operand
+from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, operand
 from tdnn._core import Names, TensorDictBase, is_writable
 from tdnn._keys import as_key
-from tdnn._ties import settled
+from tdnn._ties import as_before, settled
 from tdnn._transforms import in_transform
 
 __all__ = ["combine", "combine_", "operate", "operate_"]
@@ -81,26 +81,19 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
     columns, sizes = columns_of(tree, others, Tensor.size)
     leaves = columns[0]
     if sizes is not None:
-        leaves = columns[0] = leaves_of(tree)
+        leaves = columns[0] = tree._values()
         _check_shapes(tree, columns)
     grads = torch.is_grad_enabled()
     for x in leaves:
         if (grads and x.requires_grad) or not x.is_contiguous() or not is_writable(x):
             tree._writable()
             break
-    targets = set(leaves)
-    if len(targets) < len(leaves):
+    if len(set(leaves)) < len(leaves):
         paths = tree._leaves()
         lists = [column for column in columns[1:] if isinstance(column, list)]
         columns = _picked(columns, settled(leaves, lists, lambda at: as_key(paths[at][0])))
     _check_dtypes(tree, fn, columns, kwargs)
-    for at, column in enumerate(columns):
-        if at and isinstance(column, list) and not targets.isdisjoint(column):
-            # A leaf that is read under another name is read as it was before.
-            columns[at] = [
-                other.clone() if other is not leaf and other in targets else other
-                for leaf, other in zip(columns[0], column, strict=True)
-            ]
+    columns[1:] = [as_before(columns[0], c) if isinstance(c, list) else c for c in columns[1:]]
     _write(tree, fn, columns, kwargs)
     return tree
 
@@ -149,20 +142,10 @@ def _refitted(
 def _untied(columns: list[Column]) -> tuple[list[Column], list[int]]:
     """Return the columns without repeated rows, and for each leaf the row it has now."""
     many = [column for column in columns if isinstance(column, list)]
-    seen: dict[Tensor, list[int]] = {}
-    keep: list[int] = []
-    back: list[int] = []
-    for at, leaf in enumerate(columns[0]):
-        rows = seen.setdefault(leaf, [])
-        for row in rows:
-            if all(column[keep[row]] is column[at] for column in many):
-                back.append(row)
-                break
-        else:
-            back.append(len(keep))
-            rows.append(len(keep))
-            keep.append(at)
-    return _picked(columns, keep), back
+    first: dict[tuple[Any, ...], int] = {}
+    back = [first.setdefault(row, at) for at, row in enumerate(zip(*many, strict=True))]
+    place = {at: row for row, at in enumerate(first.values())}
+    return _picked(columns, list(place)), [place[at] for at in back]
 
 
 def _picked(columns: list[Column], rows: list[int]) -> list[Column]:

@@ -7,11 +7,10 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._lock import Lockable, locked
-from tdnn._node import Names, Node, itself
+from tdnn._node import Names, Node
 
 __all__ = ["Declared", "Device", "as_device", "as_size", "common_start", "negative", "on_device"]
 
@@ -319,10 +318,9 @@ def on_device(value: Any, device: torch.device, non_blocking: bool, memo: dict[A
     if isinstance(value, Tensor):
         if value.device == device:
             return value
-        at = itself(value) if is_compiling() else id(value)
-        if at not in memo:
-            memo[at] = value, value.to(device, non_blocking=non_blocking)
-        return memo[at][1]
+        if value not in memo:
+            memo[value] = value.to(device, non_blocking=non_blocking)
+        return memo[value]
     if isinstance(value, Node):
         if value._device == device or type(value) is not value._kind:
             return value

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdnn._columns import leaves_of
 from tdnn._core import TensorDictBase
 from tdnn._declared import as_device
 from tdnn._dims import Tree
@@ -99,7 +98,7 @@ def _equal(input: Any, other: Any) -> bool:
 def _allclose(input: TensorDictBase, other: TensorDictBase, *args: Any, **kwargs: Any) -> bool:
     """Return whether all leaves are close; trees with other keys are an error, as shapes are."""
     close = input._zip(lambda mine, theirs: torch.allclose(mine, theirs, *args, **kwargs), other)
-    return all(leaves_of(close))
+    return all(close._values())
 
 
 # -- methods ---------------------------------------------------------------------------------
@@ -122,10 +121,6 @@ def _gather(
     input: Any, dim: int, index: Tensor, *, sparse_grad: bool = False, out: Any = None
 ) -> Any:
     return input.gather(dim, index, out)
-
-
-def _where(condition: Any, input: Any, other: Any) -> Any:
-    return where(condition, input, other)
 
 
 def _cat(tensors: Any, dim: int = 0, *, out: Any = None) -> Any:
@@ -182,7 +177,7 @@ TABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.cat: _cat,
     torch.concat: _cat,
     torch.concatenate: _cat,
-    torch.where: _where,
+    torch.where: where,
     torch.gather: _gather,
     torch.unflatten: _unflatten,
     torch.equal: _equal,

@@ -59,10 +59,4 @@ def _mirrored(
 
 def nested(like: TensorDictBase, entries: list[tuple[Path, Any]]) -> TensorDictBase:
     """Return a plain tree of entries given by path."""
-    tree: dict[str, Any] = {}
-    for path, value in entries:
-        at = tree
-        for step in path[:-1]:
-            at = at.setdefault(step, {})
-        at[path[-1]] = value
-    return cast(TensorDictBase, like._plain_kind(tree))
+    return cast(TensorDictBase, like._plain_kind(dict(entries)))

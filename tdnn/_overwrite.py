@@ -15,7 +15,7 @@ from tdnn._exchange import Exchange, SlotExchange, can_copy
 from tdnn._held import nested
 from tdnn._keys import NestedKey, as_key, hint, listing
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
-from tdnn._ties import same_value, settled
+from tdnn._ties import alike, same_value, settled
 from tdnn._transforms import is_transformed
 from tdnn._turn import Filled, Turn
 from tdnn.errors import MissingKeyError, SwapError
@@ -73,7 +73,7 @@ class CopyExchange(SlotExchange):
             if value is not target or target not in copied.brought or key not in home:
                 continue
             now = turn.what_was_left(target)
-            is_same = _alike(now, copied.brought[target])
+            is_same = alike(now, copied.brought[target])
             if _can_look(now) and bool(is_same.all()):
                 continue
             leaf: Any = home[key]
@@ -108,11 +108,10 @@ class _CopyTurn(Turn):
         self.brought: dict[Tensor, Tensor] = {}  # what the tensors that it wrote to got
         self.news: list[tuple[Tensor, Tensor]] = []  # what goes into leaves at the end
 
-    def can_begin(self) -> bool:
-        if self.is_over or is_compiling() or _claims.is_latest(self):
-            return not self.is_over
-        return super().can_begin() and all(
-            [bool(_alike(target, value).all()) for target, value in self.brought.items()]
+    def is_whole(self) -> bool:
+        return is_compiling() or (
+            super().is_whole()
+            and all([bool(alike(now, value).all()) for now, value in self.brought.items()])
         )
 
     def note(self, leaves: list[Tensor]) -> None:
@@ -160,19 +159,12 @@ def _is_as_before(value: Any, before: Any) -> bool:
         return True
     if before is None or (value.shape, value.dtype) != (before.shape, before.dtype):
         return False
-    return bool(_alike(value, before).all())
+    return bool(alike(value, before).all())
 
 
 def _can_look(value: Tensor) -> bool:
     """Return whether Python can see what is in a tensor."""
     return not is_compiling() and not is_transformed(value)
-
-
-def _alike(one: Tensor, two: Tensor) -> Tensor:
-    """Return where two tensors have the same elements; a tensor on the meta device has none."""
-    if one.is_meta:
-        return torch.ones(one.shape, dtype=torch.bool)
-    return (one == two) | ((one != one) & (two != two))
 
 
 def _has_value(tensor: Tensor | None) -> bool:
@@ -239,9 +231,7 @@ class _StateTurn(Claim):
     def shows(self) -> bool:
         return True  # the values are copies, so nothing shows
 
-    def can_begin(self) -> bool:
-        if self.is_over or _claims.is_latest(self):
-            return not self.is_over
+    def is_whole(self) -> bool:
         now = self.root.state_dict()
         return all(_is_as_before(value, self.brought.get(name)) for name, value in now.items())
 

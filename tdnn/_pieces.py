@@ -10,6 +10,7 @@ from tdnn._core import Names, TensorDictBase
 from tdnn._declared import common_start
 from tdnn._dims import Tree, batch_dim, deliver
 from tdnn._keys import NestedKey, Path, as_key, listing
+from tdnn._node import extended
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Pieces", "cat", "stack"]
@@ -351,11 +352,8 @@ class Pieces(TensorDictBase):
         for key, value in self._data.items():
             if isinstance(value, Pieces):
                 further = value._batch_size[depth:]
-                inner, called = sizes, names
-                if further:
-                    inner = [torch.Size((*size, *further)) for size in sizes]
-                    own = value._names[depth:] if value._names else (None,) * len(further)
-                    called = names and (*names, *own)
+                inner = [torch.Size((*size, *further)) for size in sizes] if further else sizes
+                called = extended(names, value, depth)
                 pieces = value._fan(fn, inner, called, memo)
             elif value in memo:
                 pieces = memo[value]

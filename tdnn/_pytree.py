@@ -164,7 +164,7 @@ def _built(
 
     ``shorter`` remembers the batch sizes that were cut, as most nodes have the same.
     """
-    kind, keys, size, device, names, branches = layout
+    _, keys, size, _, names, branches = layout
     if branches is None:
         data = dict(zip(keys, leaves, strict=False))  # the leaves go on elsewhere
     else:
@@ -176,14 +176,7 @@ def _built(
         if size not in shorter:
             shorter[size] = size[1:]
         size = shorter[size]
-    node = object.__new__(kind)
-    node._data = data
-    node._batch_size = size
-    node._device = device
-    node._names = names
-    node._lock = None
-    node._scope = None
-    return node  # type: ignore[no-any-return]  # the kind is a class of trees
+    return _node(layout, data, size, names)
 
 
 def _of_trees(layout: Layout, leaves: Iterator[Any]) -> TensorDictBase:

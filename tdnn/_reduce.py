@@ -6,7 +6,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from tdnn._columns import leaves_of
 from tdnn._core import TensorDictBase
 from tdnn._dims import batch_dim
 
@@ -38,7 +37,7 @@ class Reduce(TensorDictBase):
             (False, tensor([False,  True]))
         """
         if dim is None:
-            flags = [leaf.all() for leaf in leaves_of(self)]
+            flags = [leaf.all() for leaf in self._values()]
             return _truth(flags, torch.all) if flags else True
         (at,) = self._batch_axes(dim)
         return self._over((at,), lambda leaf: leaf.all(at))
@@ -61,7 +60,7 @@ class Reduce(TensorDictBase):
             (True, tensor([False,  True]))
         """
         if dim is None:
-            flags = [leaf.any() for leaf in leaves_of(self)]
+            flags = [leaf.any() for leaf in self._values()]
             return _truth(flags, torch.any) if flags else False
         (at,) = self._batch_axes(dim)
         return self._over((at,), lambda leaf: leaf.any(at))
@@ -191,7 +190,7 @@ class Reduce(TensorDictBase):
 
     def _of_all(self, fn: Callable[..., Tensor], dim: Dim, dtype: torch.dtype | None) -> Tensor:
         """Return the sum or mean over the elements of all leaves together."""
-        leaves = leaves_of(self)
+        leaves = self._values()
         if not leaves:
             raise ValueError(f"{fn.__name__} with reduce=True needs a leaf; the tree has none")
         if dim is None or dim == "feature":

@@ -6,6 +6,7 @@ Each way to write many leaves in place comes through here, before it writes the 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -125,5 +126,11 @@ def same_value(one: Tensor, two: Tensor) -> bool:
     """Return whether two values would leave the same in a tensor that they broadcast to."""
     if one is two or one.is_meta or two.is_meta:  # there are no values to compare
         return True
-    two = two.to(one.device)
-    return bool(((one == two) | ((one != one) & (two != two))).all())
+    return bool(alike(one, two.to(one.device)).all())
+
+
+def alike(one: Tensor, two: Tensor) -> Tensor:
+    """Return where two tensors have the same elements; NaN is like NaN."""
+    if one.is_meta:  # there are no elements
+        return torch.ones(one.shape, dtype=torch.bool)
+    return (one == two) | ((one != one) & (two != two))

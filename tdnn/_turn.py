@@ -131,9 +131,7 @@ class Turn(Claim):
         now = map(dict.get, plan.targets, plan.keys)
         return any(map(is_, now, self.kept or self.new))
 
-    def can_begin(self) -> bool:
-        if self.is_over or _claims.is_latest(self):
-            return not self.is_over
+    def is_whole(self) -> bool:
         plan = self.plan
         now = map(dict.get, plan.targets, plan.keys)
         return all(map(is_, now, self.kept or self.new))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from tdnn._core import TREES, Entry, IsLeaf, TensorDictBase, entries_of, locked
 from tdnn._declared import common_start, on_device
@@ -251,7 +250,7 @@ class _Update:
     ) -> None:
         self._inplace = inplace
         self._clone = clone
-        self._clones: dict[int, tuple[Any, Any]] = {}
+        self._clones: dict[Tensor, Tensor] = {}
         self._moved: dict[Any, Any] = {}
         self._non_blocking = non_blocking
         self._is_leaf = is_leaf
@@ -316,11 +315,11 @@ class _Update:
         """Return a copy; one for all that hold a tensor, so that a tie stays one."""
         if isinstance(value, TensorDictBase) and type(value) is value._kind:
             return value._rebuild(self._cloned, value._batch_size, value._names)
-        if isinstance(value, TensorDictBase) or is_compiling():
-            return value.clone()
-        if id(value) not in self._clones:
-            self._clones[id(value)] = value, value.clone()  # the id is its own while it is here
-        return self._clones[id(value)][1]
+        if isinstance(value, TensorDictBase):
+            return cast(Any, value).clone()
+        if value not in self._clones:
+            self._clones[value] = value.clone()
+        return self._clones[value]
 
     def commit(self) -> None:
         written = [leaf for leaf, _, _ in self._copies]

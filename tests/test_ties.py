@@ -219,3 +219,11 @@ def test_entries_that_move_to_the_device_of_the_tree_keep_their_ties(move):
     td = move(TensorDict({}, device="meta"), {"a": {"b": x}, "c": x, "d": torch.zeros(3)})
     assert td["a", "b"].device.type == "meta"
     assert td["a", "b"] is td["c"] is not td["d"]
+
+
+def test_a_compiled_copy_by_update_keeps_a_tie():
+    def run(w):
+        return TensorDict().update({"a": w, "b": {"c": w}}, clone=True)
+
+    found = torch.compile(run, fullgraph=True, backend="eager")(torch.zeros(2))
+    assert found["a"] is found["b", "c"]
