@@ -1,4 +1,7 @@
-"""Which thread is in a swap of which module, so that no two threads mix their weights."""
+"""Which thread is in a swap of which module, and which block gives back what.
+
+So no two threads mix their weights, and blocks may end in another order than they began.
+"""
 
 import threading
 import weakref
@@ -86,11 +89,11 @@ class Claim(ABC):
 
     @abstractmethod
     def redirect(self, debts: dict[SlotId, Any]) -> None:
-        """Let it give back other things to some of its slots."""
+        """Change what it will give back to some of its slots."""
 
     @abstractmethod
     def expect(self, emptied: set[SlotId]) -> None:
-        """Take out, at its end, what it assigns to slots that have no value any more."""
+        """When it ends, leave these slots empty too, as an earlier block found them."""
 
     @abstractmethod
     def shows(self) -> bool:

@@ -99,7 +99,7 @@ class SlotExchange(Exchange):
         try:
             _claims.take(turn)
             turn.read()
-            turn.new = self._bring_in(turn, self._checked(turn, leaves))
+            turn.bring_in(self._checked(turn, leaves))
         except BaseException as error:
             try:
                 if turn.old is not None:
@@ -216,11 +216,6 @@ class SlotExchange(Exchange):
     def _key(self, plan: Plan, i: int) -> NestedKey:
         return as_key(plan.paths(self._tree, self._root)[i])
 
-    def _bring_in(self, turn: Turn, new: list[Any]) -> list[Any]:
-        """Bring the values in; return what the slots hold now."""
-        turn.write(new)
-        return new
-
     def keep_parameters(self, own: Sequence[Any], to_stay: bool) -> None:
         """Wrap plain tensors in ``nn.Parameter`` where a parameter was; a block unwraps them.
 
@@ -268,12 +263,14 @@ class SlotExchange(Exchange):
         """End a block: the slots as they were; what was assigned to them goes into the tree."""
         turn = self._stack.pop()
         try:
-            left, filled = self._undo(turn, failed)
+            left, filled, news = self._undo(turn, failed)
         finally:
             _claims.release(turn)
-        for leaf, one in turn.twins:
-            if not (is_transformed(one) or same_value(leaf, one)):
-                with torch.no_grad():
+        with torch.no_grad():
+            for leaf, value in news:
+                leaf.copy_(value)
+            for leaf, one in turn.twins:
+                if not (is_transformed(one) or same_value(leaf, one)):
                     leaf.copy_(one)
         if turn.covered and not failed:
             raise SwapError(
@@ -284,8 +281,15 @@ class SlotExchange(Exchange):
         if not failed and (filled or left is not turn.new):
             self._write_back(turn, left, filled)
 
-    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Filled]]:
-        """Bring the slots back; return what was left in them, and in those that held None."""
+    def _undo(
+        self, turn: Turn, failed: bool
+    ) -> tuple[list[Any], list[Filled], Sequence[tuple[Tensor, Tensor]]]:
+        """Bring the slots back.
+
+        Returns:
+            What was left in them, what was left in those that held None, and what the leaves are
+            to hold that were not in the slots themselves.
+        """
         now = turn.now()
         later = _claims.later(turn)
         handed = turn.hand_over(later, now) if later else {}
@@ -295,16 +299,12 @@ class SlotExchange(Exchange):
             left = [handed.get(slot, value) for slot, value in pairs]
         filled = turn.take_out(handed)
         try:
-            if not failed:
-                self._collect(turn, left)
+            news = () if failed else turn.news(left, lambda at: self._key(turn.plan, at))
         finally:
             turn.restore()
             if filled or left is not turn.new or not turn.plan.has_order():
                 turn.restore_order()
-        return left, filled
-
-    def _collect(self, turn: Turn, left: list[Any]) -> None:
-        """Bring into the leaves what the block wrote into other tensors that stand for them."""
+        return left, filled, news
 
     def _write_back(self, turn: Turn, left: list[Any], filled: list[Filled]) -> None:
         """Put what was assigned to the slots during the block into the tree; all or nothing."""

@@ -1,6 +1,6 @@
 """How the values of leaves, rather than the leaves themselves, get into a module and back."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,7 +17,7 @@ from tdnn._keys import NestedKey, as_key, hint, listing
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
 from tdnn._ties import alike, same_value, settled
 from tdnn._transforms import is_transformed
-from tdnn._turn import Filled, Turn
+from tdnn._turn import Turn
 from tdnn.errors import MissingKeyError, SwapError
 
 __all__ = ["CopyExchange", "StateExchange"]
@@ -33,7 +33,7 @@ class CopyExchange(SlotExchange):
         self._non_blocking = non_blocking
 
     def _new_turn(self, plan: Plan) -> Turn:
-        return _CopyTurn(plan, self._root)
+        return _CopyTurn(plan, self._root, self._non_blocking)
 
     def _checked(self, turn: Turn, leaves: list[Any]) -> list[Any]:
         plan, targets = turn.plan, turn.own
@@ -50,75 +50,72 @@ class CopyExchange(SlotExchange):
             self._refuse_two_values(plan, list(map(id, targets)), leaves)
         return leaves
 
-    def _bring_in(self, turn: Turn, new: list[Any]) -> list[Any]:
-        old: Any = turn.old
-        pairs = [(t, leaf) for t, leaf in zip(old, new, strict=True) if not _is_one(t, leaf)]
-        turn.save([target for target, _ in pairs])
-        try:
-            _copy(pairs, self._non_blocking)
-        except BaseException:
-            _copy(turn.saved.items())
-            raise
-        cast(_CopyTurn, turn).note(new)
-        return list(old)  # the slots keep their objects
-
-    def _collect(self, turn: Turn, left: list[Any]) -> None:
-        """Note what the block wrote into the module's tensors, for the leaves."""
-        copied = cast(_CopyTurn, turn)
-        plan = turn.plan
-        rows = zip(plan.homes, plan.keys, turn.new, left, copied.leaves, strict=True)
-        both = []
-        news = []
-        for at, (home, key, target, value, seen) in enumerate(rows):
-            if value is not target or target not in copied.brought or key not in home:
-                continue
-            now = turn.what_was_left(target)
-            is_same = alike(now, copied.brought[target])
-            if _can_look(now) and bool(is_same.all()):
-                continue
-            leaf: Any = home[key]
-            if seen.is_changed(leaf):
-                both.append(self._key(plan, at))
-            if not seen.is_shared:
-                now = torch.where(is_same.to(leaf.device), leaf, now.to(leaf.device))
-            news.append((leaf, now.clone(), at))
-        if both:
-            raise _two_writers(self._root, both)
-        copied.news = [(leaf, value) for leaf, value, _ in news]
-        if not is_compiling() and len({id(leaf) for leaf, _, _ in news}) < len(news):
-            leaves, values, ats = zip(*news, strict=True)
-            kept = settled(leaves, [values], lambda row: self._key(plan, ats[row]))
-            copied.news = [copied.news[row] for row in kept]
-
-    def _undo(self, turn: Turn, failed: bool) -> tuple[list[Any], list[Filled]]:
-        try:
-            done = super()._undo(turn, failed)
-        finally:
-            turn.give_back()
-        _copy(cast(_CopyTurn, turn).news)
-        return done
-
 
 class _CopyTurn(Turn):
-    __slots__ = ("brought", "leaves", "news")
+    __slots__ = ("_brought", "_leaves", "_non_blocking")
 
-    def __init__(self, plan: Plan, root: nn.Module) -> None:
+    def __init__(self, plan: Plan, root: nn.Module, non_blocking: bool) -> None:
         super().__init__(plan, root)
-        self.leaves: list[_Seen] = []
-        self.brought: dict[Tensor, Tensor] = {}  # what the tensors that it wrote to got
-        self.news: list[tuple[Tensor, Tensor]] = []  # what goes into leaves at the end
+        self._non_blocking = non_blocking
+        self._leaves: list[_Seen] = []
+        self._brought: dict[Tensor, Tensor] = {}  # what the tensors that it wrote to got
+
+    def bring_in(self, leaves: list[Any]) -> None:
+        """Copy the values of leaves into the tensors in the slots, which stay there."""
+        pairs = [
+            (t, leaf) for t, leaf in zip(self.own, leaves, strict=True) if not _is_one(t, leaf)
+        ]
+        self.save([target for target, _ in pairs])
+        _copy(pairs, self._non_blocking)
+        self.new = list(self.own)
+        # By value, as not all that torch writes is counted (batch_norm, fused optimizers, .data).
+        self._brought = {target: target.detach().clone() for target in self.saved}
+        self._leaves = _seen(leaves, self.saved)
+
+    def news(
+        self, left: list[Any], key_at: Callable[[int], NestedKey]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the leaves that the block wrote to by their copies, with their new values.
+
+        Raises:
+            SwapError: it wrote to such a leaf itself as well; all are listed.
+            ValueError: two copies of one leaf have become different.
+        """
+        plan = self.plan
+        ats, leaves, values, both = [], [], [], []
+        rows = zip(plan.homes, plan.keys, self.new, left, self._leaves, strict=True)
+        for at, (home, key, target, value, seen) in enumerate(rows):
+            if value is not target or target not in self._brought or key not in home:
+                continue
+            now, leaf = self.what_was_left(target), home[key]
+            is_same = alike(now, self._brought[target])
+            if _can_look(now) and bool(is_same.all()):
+                continue
+            if seen.is_changed(leaf):
+                both.append(key_at(at))
+            if not seen.is_shared:
+                now = torch.where(is_same.to(leaf.device), leaf, now.to(leaf.device))
+            ats.append(at)
+            leaves.append(leaf)
+            values.append(now.detach().clone())
+        if both:
+            raise _two_writers(self.root, both)
+        kept: Sequence[int] = range(len(ats))
+        if not is_compiling() and len(set(leaves)) < len(leaves):
+            kept = settled(leaves, [values], lambda row: key_at(ats[row]))
+        return [(leaves[row], values[row]) for row in kept]
+
+    def restore(self) -> None:
+        try:
+            super().restore()
+        finally:
+            self.give_back()
 
     def is_whole(self) -> bool:
         return is_compiling() or (
             super().is_whole()
-            and all([bool(alike(now, value).all()) for now, value in self.brought.items()])
+            and all([bool(alike(now, value).all()) for now, value in self._brought.items()])
         )
-
-    def note(self, leaves: list[Tensor]) -> None:
-        """Note what stands where, to tell later what the block wrote."""
-        # By value, as not all that torch writes is counted (batch_norm, fused optimizers, .data).
-        self.brought = {target: target.detach().clone() for target in self.saved}
-        self.leaves = _seen(leaves, self.saved)
 
 
 class _Seen:

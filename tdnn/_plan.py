@@ -197,7 +197,7 @@ class Plan:
         return [*chain.from_iterable(self.registries)] == self.names
 
     def fits_tree(self) -> bool:
-        """Return the same of the tree."""
+        """Return whether the tree is known to be built as it was when this was planned."""
         return self.watches is not None and self.watches[1].holds()
 
     def leaves(self) -> list[Any]:

@@ -6,7 +6,7 @@ copying values or rebuilding names.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import getitem, is_, setitem
 from typing import Any, TypeAlias, cast
@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from tdnn import _claims
 from tdnn._claims import Claim, SlotId
+from tdnn._keys import NestedKey
 from tdnn._plan import SETATTR, Plan, Slots, module_title
 
 __all__ = ["GONE", "Filled", "Turn"]
@@ -54,7 +55,7 @@ class Turn(Claim):
         self.twins: Sequence[Any] = ()  # other leaves for slots, each with the one in the slot
         self.nones = plan.nones  # buffers without a value, which a block may fill
         self.covered: list[str] = []  # slots that the module does not read any more
-        self.left: dict[Tensor, Tensor] = {}  # what it left in tensors that a later block writes to
+        self.left: dict[Tensor, Tensor] = {}  # what it wrote to tensors that a later block uses
         self._lazy: Sequence[_LazyState] = ()
         self._caches: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
 
@@ -146,6 +147,22 @@ class Turn(Claim):
         else:
             # Hot (test_to_module_speed): as all loops over slots, in C.
             deque(map(setitem, plan.targets, plan.keys, values), maxlen=0)
+
+    def bring_in(self, leaves: list[Any]) -> None:
+        """Let the slots show leaves."""
+        self.write(leaves)
+        self.new = leaves
+
+    def news(
+        self, left: list[Any], key_at: Callable[[int], NestedKey]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the leaves that are to take values: none, as they were in the slots themselves.
+
+        Args:
+            left: what was left in the slots.
+            key_at: the key of a slot, for an error.
+        """
+        return ()
 
     def restore(self) -> None:
         """Write what the slots held, and restore what else the block changed."""

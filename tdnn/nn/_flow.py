@@ -7,11 +7,11 @@ from tdnn._keys import NestedKey, as_key, as_path
 __all__ = [
     "keys_read",
     "keys_written",
-    "may_read",
     "reads",
+    "reads_at_most",
+    "reads_each",
     "stands_within",
     "touches",
-    "wants",
     "writes",
 ]
 
@@ -45,12 +45,12 @@ def keys_read(steps: Iterable[object]) -> list[NestedKey]:
 
 
 def _unwritten(steps: Iterable[object]) -> dict[NestedKey, None]:
-    """Return the same with the parts of what is read."""
+    """Return what :func:`keys_read` does, with the parts of what is read."""
     found: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
     begun: set[NestedKey] = set()  # the branches that the written keys stand in
     for step in steps:
-        for key in wants(step):
+        for key in reads_each(step):
             if key not in begun and key not in written and not stands_within(key, written):
                 found[key] = None
         for key in writes(step):
@@ -59,16 +59,16 @@ def _unwritten(steps: Iterable[object]) -> dict[NestedKey, None]:
     return found
 
 
-def wants(step: object) -> list[NestedKey]:
-    """Return the keys that a step reads, each on its own: in a chain, also parts of others.
+def reads_each(step: object) -> list[NestedKey]:
+    """Return what a step reads; of a chain, a branch and the parts of it that it reads as well.
 
-    What is written before a chain may be the whole, and not the part.
+    What is written before the chain may be the branch, and not the part.
     """
     inner = _steps_of(step)
     return reads(step) if inner is None else list(_unwritten(inner))
 
 
-def may_read(step: object) -> list[NestedKey]:
+def reads_at_most(step: object) -> list[NestedKey]:
     """Return all that a step may read of what stood there before.
 
     Of a chain that is also a branch of which it writes a part itself.
@@ -79,7 +79,7 @@ def may_read(step: object) -> list[NestedKey]:
     found: list[NestedKey] = []
     written: set[NestedKey] = set()
     for each in inner:
-        keys = may_read(each)
+        keys = reads_at_most(each)
         found += [key for key in keys if key not in written and not stands_within(key, written)]
         written.update(writes(each))
     return found

@@ -19,7 +19,7 @@ from tdnn.nn._faults import (
     tell,
     title,
 )
-from tdnn.nn._flow import keys_read, keys_written, may_read, reads, touches, wants, writes
+from tdnn.nn._flow import keys_read, keys_written, reads, reads_at_most, reads_each, touches, writes
 from tdnn.nn.base import TensorDictModuleBase, WrapModule, as_call, normal_keys
 from tdnn.nn.dispatch import dispatch
 from tdnn.nn.module import TensorDictModule, write
@@ -159,7 +159,7 @@ class TensorDictSequential(TensorDictModule):
     def _others(self) -> list[Any]:
         """Return the keys of the steps without a form, whose lists may change in place."""
         return [
-            (wants(step), writes(step))
+            (reads_each(step), writes(step))
             for step in self._steps.values()
             if getattr(step, "_form", None) is None
         ]
@@ -565,5 +565,5 @@ def _needed(steps: Steps, want: list[NestedKey]) -> Steps:
                 kept[name] = step._cut(_needed(step._steps, wanted))
             else:
                 kept[name] = step
-            want += may_read(kept[name])
+            want += reads_at_most(kept[name])
     return dict(reversed(kept.items()))
