@@ -8,13 +8,14 @@ dim ran over the plain operation.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from tdnn._core import TensorDictBase
+from tdnn._dims import Tree
 
 __all__ = [
     "PLAIN",
@@ -27,7 +28,6 @@ __all__ = [
     "operand",
 ]
 
-Tree = TypeVar("Tree", bound=TensorDictBase)
 Column = Any  # a list of tensors, one for each leaf, or a number for all of them
 
 PLAIN = frozenset({Tensor, Parameter})

@@ -10,7 +10,7 @@ from torch import Tensor
 from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, operand
 from tdnn._core import Names, TensorDictBase, is_writable
 from tdnn._keys import as_key
-from tdnn._ties import as_before, settled
+from tdnn._ties import as_before, first_rows
 from tdnn._transforms import in_transform
 
 __all__ = ["combine", "combine_", "operate", "operate_"]
@@ -91,7 +91,7 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
     if len(set(leaves)) < len(leaves):
         paths = tree._leaves()
         lists = [column for column in columns[1:] if isinstance(column, list)]
-        columns = _picked(columns, settled(leaves, lists, lambda at: as_key(paths[at][0])))
+        columns = _picked(columns, first_rows(leaves, lists, lambda at: as_key(paths[at][0])))
     _check_dtypes(tree, fn, columns, kwargs)
     columns[1:] = [as_before(columns[0], c) if isinstance(c, list) else c for c in columns[1:]]
     _write(tree, fn, columns, kwargs)

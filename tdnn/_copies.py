@@ -183,7 +183,7 @@ class Copies(TensorDictBase):
         moved = self._rebuild(
             lambda leaf: leaf.to(place, dtype, non_blocking), self._batch_size, self._names
         )
-        moved._settle(place)
+        moved._declare_device(place)
         return moved
 
     def cpu(self) -> Self:

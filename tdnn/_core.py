@@ -526,10 +526,10 @@ class TensorDictBase(Declared):
         return (self._data, self._batch_size, self._device, self._names, self._lock is not None)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._data, self._batch_size, self._device, self._names, locked = state
+        self._data, self._batch_size, self._device, self._names, was_locked = state
         self._lock = None
         self._scope = None
-        if locked:
+        if was_locked:
             self._hold(None)
 
 

@@ -12,7 +12,16 @@ from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._lock import Lockable, locked
 from tdnn._node import Names, Node
 
-__all__ = ["Declared", "Device", "as_device", "as_size", "common_start", "negative", "on_device"]
+__all__ = [
+    "NO_BATCH",
+    "Declared",
+    "Device",
+    "as_device",
+    "as_size",
+    "common_start",
+    "negative",
+    "on_device",
+]
 
 Device: TypeAlias = torch.device | str | int
 
@@ -47,7 +56,7 @@ class Declared(Lockable):
             raise ValueError(f"batch size {tuple(size)} does not fit {', '.join(wrong)}")
         if any([branch._is_held_to_another(size) for branch in self._branches()]):
             raise locked("change the batch size of a branch")
-        self._declare(size)
+        self._declare_size(size)
 
     def _is_held_to_another(self, size: torch.Size) -> bool:
         """Return whether this branch, or one below, is locked and would get another batch size."""
@@ -56,13 +65,13 @@ class Declared(Lockable):
         below = self._branches()
         return self._lock is not None or any([each._is_held_to_another(size) for each in below])
 
-    def _declare(self, size: torch.Size) -> None:
+    def _declare_size(self, size: torch.Size) -> None:
         self._batch_size = size
         if self._names is not None:
             self._names = (*self._names, *[None] * len(size))[: len(size)]
         for branch in self._branches():
             if branch._batch_size[: len(size)] != size:
-                branch._declare(size)
+                branch._declare_size(size)
 
     def auto_batch_size_(
         self, batch_dims: int | None = None, keep_compliant_size: bool = False
@@ -94,7 +103,7 @@ class Declared(Lockable):
         if any([node._lock is not None and node._batch_size != size for node, size in plan]):
             raise locked("change the batch size of the tree")
         for node, size in plan:
-            node._declare(size)
+            node._declare_size(size)
         return self
 
     def _plan_sizes(
@@ -119,12 +128,12 @@ class Declared(Lockable):
         plan.append((self, size))
         return size
 
-    def _adopt(self, size: torch.Size, names: Names) -> None:
+    def _declare_everywhere(self, size: torch.Size, names: Names) -> None:
         """Take a batch size here and in every branch; there is no leaf to contradict it."""
         self._batch_size = size
         self._names = names
         for branch in self._branches():
-            branch._adopt(size, names)
+            branch._declare_everywhere(size, names)
 
     @property
     def batch_dims(self) -> int:
@@ -167,11 +176,11 @@ class Declared(Lockable):
         """The device that entries are moved to when they are set; None leaves them be."""
         return self._device
 
-    def _settle(self, device: torch.device | None) -> None:
+    def _declare_device(self, device: torch.device | None) -> None:
         """Declare the device here and below; the leaves are there already."""
         self._device = device
         for branch in self._branches():
-            branch._settle(device)
+            branch._declare_device(device)
 
     @property
     def names(self) -> list[str | None]:
@@ -270,7 +279,7 @@ def as_size(size: Sequence[int] | int | None) -> torch.Size:
     if type(size) is torch.Size:
         made = size
     elif size is None:
-        return _NO_BATCH
+        return NO_BATCH
     else:
         try:
             made = torch.Size((size,) if isinstance(size, int) else size)
@@ -286,7 +295,7 @@ def negative(size: torch.Size) -> ValueError:
     return ValueError(f"a batch size has no negative entries: {tuple(size)}")
 
 
-_NO_BATCH = torch.Size(())
+NO_BATCH = torch.Size(())
 
 
 def _of_one(size: Any) -> torch.Size:

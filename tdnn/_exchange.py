@@ -64,10 +64,10 @@ class Exchange(Scope):
         """Return what the module held before the first ``put``."""
 
     @abstractmethod
-    def held(self) -> TensorDictBase:
+    def found_tree(self) -> TensorDictBase:
         """Return that as a tree."""
 
-    def keep_parameters(self, own: Sequence[Any], to_stay: bool) -> None:
+    def wrap_parameters(self, own: Sequence[Any], to_stay: bool) -> None:
         """Make what stands for a parameter one, for as long as no block begins.
 
         Only tensors that replace others need it. Those in ``own`` are a module's and are on their
@@ -102,12 +102,12 @@ class SlotExchange(Exchange):
             turn.bring_in(self._checked(turn, leaves))
         except BaseException as error:
             try:
-                if turn.old is not None:
+                if turn.owed is not None:
                     turn.restore()
             finally:
                 _claims.release(turn)
             # The module may have lost a slot since it was planned.
-            if turn.old is None and isinstance(error, KeyError):
+            if turn.owed is None and isinstance(error, KeyError):
                 self._last = None
                 forget_plan(self._tree)
                 self.put(is_open)
@@ -151,7 +151,7 @@ class SlotExchange(Exchange):
         """
         if is_compiling():
             return leaves
-        plan, held = turn.plan, turn.own
+        plan, held = turn.plan, turn.at_start
         if plan.is_tied is None:
             plan.is_tied = len(set(map(id, held))) < len(held)  # with slots that have two names
         if not plan.is_tied:
@@ -216,7 +216,7 @@ class SlotExchange(Exchange):
     def _key(self, plan: Plan, i: int) -> NestedKey:
         return as_key(plan.paths(self._tree, self._root)[i])
 
-    def keep_parameters(self, own: Sequence[Any], to_stay: bool) -> None:
+    def wrap_parameters(self, own: Sequence[Any], to_stay: bool) -> None:
         """Wrap plain tensors in ``nn.Parameter`` where a parameter was; a block unwraps them.
 
         Tensors that need a gradient, and all tensors inside a functorch transform, stay as they
@@ -231,7 +231,7 @@ class SlotExchange(Exchange):
         made: dict[tuple[Any, bool], Parameter] = {}  # so that a tie of the tree stays one,
         tied: dict[Any, Parameter] = {}  # and one of the module, for which there is one value
         kept = []
-        for slots, before, leaf in zip(turn.plan.targets, turn.old, turn.new, strict=True):
+        for slots, before, leaf in zip(turn.plan.targets, turn.owed, turn.new, strict=True):
             if (
                 isinstance(before, Parameter)
                 and not (isinstance(leaf, Parameter) or leaf.requires_grad)
@@ -246,16 +246,16 @@ class SlotExchange(Exchange):
                 leaf = tied[tag(before)] = made[look]
             kept.append(leaf)
         if made:
-            turn.kept = kept
+            turn.wrapped = kept
             turn.write(kept)
 
     def enter(self, node: TensorDictBase) -> None:
         """Begin a block, on the leaves themselves."""
         super().enter(node)
         turn = self._stack[-1]
-        if turn.kept:
+        if turn.wrapped:
             turn.write(turn.new)
-            turn.kept = ()
+            turn.wrapped = ()
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class SlotExchange(Exchange):
             What was left in them, what was left in those that held None, and what the leaves are
             to hold that were not in the slots themselves.
         """
-        now = turn.now()
+        now = turn.held_now()
         later = _claims.later(turn)
         handed = turn.hand_over(later, now) if later else {}
         left = now
@@ -312,7 +312,7 @@ class SlotExchange(Exchange):
         changed = [
             (home, key, value)
             for value, leaf, own, home, key in zip(
-                left, turn.new, turn.own, plan.homes, plan.keys, strict=True
+                left, turn.new, turn.at_start, plan.homes, plan.keys, strict=True
             )
             if value is not leaf and value is not own  # which is no news, but an early way back
         ]
@@ -349,7 +349,7 @@ class SlotExchange(Exchange):
         found: list[Any] = self._found[1]
         return found
 
-    def held(self) -> TensorDictBase:
+    def found_tree(self) -> TensorDictBase:
         plan, found = self._found
         return held_tree(plan, found, self._tree, self._root)
 

@@ -70,7 +70,7 @@ def _like(func: Callable[..., Tensor]) -> Callable[..., Any]:
             lambda leaf: func(leaf, *args, **kwargs), input._batch_size, input._names
         )
         if device is not None:
-            made._settle(as_device(device))
+            made._declare_device(as_device(device))
         return made
 
     return build

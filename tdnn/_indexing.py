@@ -30,7 +30,7 @@ from tdnn._dims import (
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
 from tdnn._marks import ABSENT
-from tdnn._ties import as_before, put_at, refuse_meta, settled
+from tdnn._ties import as_before, first_rows, put_at, refuse_meta
 from tdnn.errors import MissingKeyError
 
 __all__ = ["Indexing", "where"]
@@ -190,7 +190,7 @@ class Indexing(TensorDictBase):
         place, size = self._place(index)
         fitted = values if size is None else self._fit_all(size, leaves, values, above)
         if len(set(leaves)) < len(leaves):
-            leaves, fitted = self._settled(leaves, values, fitted)
+            leaves, fitted = self._once_each(leaves, values, fitted)
         for leaf, value in zip(leaves, fitted, strict=True):
             put_at(leaf, place, value)
 
@@ -220,7 +220,7 @@ class Indexing(TensorDictBase):
                 torch.empty(()).expand(size)[tuple(parts)]
         return outline(parts, size, None)[:2]
 
-    def _settled(
+    def _once_each(
         self, leaves: list[Tensor], values: list[Tensor], fitted: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return each tensor among the leaves once, and what to write to it.
@@ -230,7 +230,7 @@ class Indexing(TensorDictBase):
         seen: dict[tuple[Tensor, Tensor], Tensor] = {}
         rows = zip(leaves, values, fitted, strict=True)
         fitted = [seen.setdefault((leaf, value), fit) for leaf, value, fit in rows]
-        first = settled(leaves, [fitted], lambda at: as_key(self._leaves()[at][0]))
+        first = first_rows(leaves, [fitted], lambda at: as_key(self._leaves()[at][0]))
         return [leaves[at] for at in first], [fitted[at] for at in first]
 
     def _fit_all(

@@ -487,17 +487,17 @@ class _WriteBack:
     branch stands under two keys and the plan differs, the first keeps it.
     """
 
-    __slots__ = ("_keep_empty", "_places", "_settled")
+    __slots__ = ("_keep_empty", "_places", "_planned")
 
     def __init__(self, target: TensorDictBase, plan: _BranchPlan, keep_empty: bool) -> None:
         self._keep_empty = keep_empty
-        self._settled: list[tuple[TensorDictBase, dict[str, Any]]] = []
+        self._planned: list[tuple[TensorDictBase, dict[str, Any]]] = []
         self._places: dict[int, int] = {}
         self._branch(target, plan, ())
 
     def commit(self) -> None:
         """Refill the branches that change; nothing changes if one is locked."""
-        changed = [(node, data) for node, data in self._settled if not _same(node._data, data)]
+        changed = [(node, data) for node, data in self._planned if not _same(node._data, data)]
         if any(node._lock is not None for node, _ in changed):
             raise locked("write the view back to the tree")
         for node, data in changed:
@@ -505,25 +505,25 @@ class _WriteBack:
 
     def _branch(self, node: TensorDictBase, plan: _BranchPlan, path: Path) -> TensorDictBase:
         """Plan what ``node`` shall hold, and return it or the one that takes its place."""
-        return self._settle(node, self._wanted(node, plan, path))
+        return self._plan_node(node, self._wanted(node, plan, path))
 
-    def _settle(self, node: TensorDictBase, data: dict[str, Any]) -> TensorDictBase:
+    def _plan_node(self, node: TensorDictBase, data: dict[str, Any]) -> TensorDictBase:
         first = self._earlier(node)
         if first is None:
             if not torch.compiler.is_compiling():
-                self._places[id(node)] = len(self._settled)
-            self._settled.append((node, data))
+                self._places[id(node)] = len(self._planned)
+            self._planned.append((node, data))
         if first is None or _same(first, data):
             return node
         return node._like(data, node._batch_size, node._names)
 
     def _earlier(self, node: TensorDictBase) -> dict[str, Any] | None:
-        """Return what was settled for a branch that was met before."""
+        """Return what was planned for a branch that was met before."""
         if torch.compiler.is_compiling():  # no id, as above
-            found = [data for other, data in self._settled if other is node]
+            found = [data for other, data in self._planned if other is node]
             return found[0] if found else None
         at = self._places.get(id(node))
-        return None if at is None else self._settled[at][1]
+        return None if at is None else self._planned[at][1]
 
     def _wanted(self, node: TensorDictBase, plan: _BranchPlan, above: Path) -> dict[str, Any]:
         """Return what ``node`` shall hold by the plan."""
@@ -537,7 +537,7 @@ class _WriteBack:
                 # A flat view does not show empty branches, so they are not the user's to remove.
                 left = self._wanted(value, _BranchPlan(), path)
                 if left or not value._data:
-                    data[key] = self._settle(value, left)
+                    data[key] = self._plan_node(value, left)
         for key, value in plan.items():
             if key not in mine:
                 data[key] = self._entry(node, value, None, (*above, key))
@@ -553,7 +553,7 @@ class _WriteBack:
             return before
         both = isinstance(value, TensorDictBase) and isinstance(before, TensorDictBase)
         if both and not value._data:
-            return self._settle(before, {})
+            return self._plan_node(before, {})
         return node._admit(value, as_key(path))
 
     def _made(self, node: TensorDictBase, plan: _BranchPlan, path: Path) -> TensorDictBase:

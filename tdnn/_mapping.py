@@ -220,7 +220,7 @@ class Entries(TensorDictBase):
             part = self.empty(recurse=True) if reproduce_struct else self.empty()
             for old, new in _named(keys, rest):
                 if old in rest:
-                    _hand_over(part, self, as_path(old), as_path(new), rest.pop(old))
+                    _move_entry(part, self, as_path(old), as_path(new), rest.pop(old))
                     taken.append(as_path(old))
                 elif strict:
                     missing.append(old)
@@ -427,7 +427,7 @@ def _named(keys: KeySet, tree: TensorDictBase) -> list[tuple[NestedKey, NestedKe
     return [(key, key) for key in keys]
 
 
-def _hand_over(
+def _move_entry(
     part: TensorDictBase, tree: TensorDictBase, old: Path, new: Path, value: Any
 ) -> None:
     """Put an entry that was at ``old`` in ``tree`` at ``new`` in ``part``.

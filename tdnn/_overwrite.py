@@ -15,7 +15,7 @@ from tdnn._exchange import Exchange, SlotExchange, can_copy
 from tdnn._held import nested
 from tdnn._keys import NestedKey, as_key, hint, listing
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
-from tdnn._ties import alike, same_value, settled
+from tdnn._ties import alike, first_rows, same_value
 from tdnn._transforms import is_transformed
 from tdnn._turn import Turn
 from tdnn.errors import MissingKeyError, SwapError
@@ -36,7 +36,7 @@ class CopyExchange(SlotExchange):
         return _CopyTurn(plan, self._root, self._non_blocking)
 
     def _checked(self, turn: Turn, leaves: list[Any]) -> list[Any]:
-        plan, targets = turn.plan, turn.own
+        plan, targets = turn.plan, turn.at_start
         faults = []
         for i, (target, leaf) in enumerate(zip(targets, leaves, strict=True)):
             if not _can_hold(target, leaf):
@@ -63,11 +63,11 @@ class _CopyTurn(Turn):
     def bring_in(self, leaves: list[Any]) -> None:
         """Copy the values of leaves into the tensors in the slots, which stay there."""
         pairs = [
-            (t, leaf) for t, leaf in zip(self.own, leaves, strict=True) if not _is_one(t, leaf)
+            (t, leaf) for t, leaf in zip(self.at_start, leaves, strict=True) if not _is_one(t, leaf)
         ]
         self.save([target for target, _ in pairs])
         _copy(pairs, self._non_blocking)
-        self.new = list(self.own)
+        self.new = list(self.at_start)
         # By value, as not all that torch writes is counted (batch_norm, fused optimizers, .data).
         self._brought = {target: target.detach().clone() for target in self.saved}
         self._leaves = _seen(leaves, self.saved)
@@ -102,7 +102,7 @@ class _CopyTurn(Turn):
             raise _two_writers(self.root, both)
         kept: Sequence[int] = range(len(ats))
         if not is_compiling() and len(set(leaves)) < len(leaves):
-            kept = settled(leaves, [values], lambda row: key_at(ats[row]))
+            kept = first_rows(leaves, [values], lambda row: key_at(ats[row]))
         return [(leaves[row], values[row]) for row in kept]
 
     def restore(self) -> None:
@@ -399,6 +399,6 @@ class StateExchange(Exchange):
     def found(self) -> Sequence[Any]:
         return list(self._found.values())
 
-    def held(self) -> TensorDictBase:
+    def found_tree(self) -> TensorDictBase:
         entries = [(tuple(name.split(".")), value) for name, value in self._found.items()]
         return nested(self._tree, entries)

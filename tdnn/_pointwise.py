@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tdnn._columns import completed, is_number
 from tdnn._combine import combine, combine_
+from tdnn._declared import NO_BATCH
 from tdnn._keys import NestedKey, as_key, as_path, listing
 from tdnn._operators import Operators
 
@@ -168,7 +169,7 @@ class Pointwise(Operators):
         path = as_path(key)
         found = self._target(path)
         # A tree of what is to be filled alone, in which it has its own name.
-        part = self._like({path[0]: self._wrapped(path, found)}, _NO_BATCH)
+        part = self._like({path[0]: self._wrapped(path, found)}, NO_BATCH)
         if isinstance(value, float) and not value.is_integer():  # torch would cut it off
             lost = [as_key(at) for at, leaf in part._leaves() if not _holds_fractions(leaf)]
             if lost:
@@ -463,9 +464,6 @@ class Pointwise(Operators):
             tensor(5.)
         """
         return combine_(self, Tensor.addcdiv_, other1, other2, value=value)
-
-
-_NO_BATCH = torch.Size(())
 
 
 def _scale(alpha: float | None) -> dict[str, float]:

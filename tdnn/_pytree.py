@@ -226,7 +226,7 @@ def _put_together(
         else:
             size, names = _shared(size, names, pairs)
         for value in silent:
-            value._adopt(size, names)
+            value._declare_everywhere(size, names)
     return _node(layout, data, size, names), bool(pairs)
 
 

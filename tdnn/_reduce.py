@@ -176,7 +176,7 @@ class Reduce(TensorDictBase):
     def _whole(self, fn: Callable[[Tensor], Tensor], size: tuple[int, ...] = ()) -> Self:
         """Return the tree of ``fn(leaf)``, which takes every dim away, in branches too."""
         tree = self._rebuild(fn, torch.Size(size), None)
-        tree._adopt(torch.Size(size), self._names if size else None)
+        tree._declare_everywhere(torch.Size(size), self._names if size else None)
         return tree
 
     def _featured(self, fn: Callable[[Tensor], Tensor]) -> Self:

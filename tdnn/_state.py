@@ -116,7 +116,7 @@ class States(TensorDictBase):
         try:
             for path in nodes:
                 if path in sizes:
-                    nodes[path]._declare(sizes[path])
+                    nodes[path]._declare_size(sizes[path])
             with torch.no_grad():
                 cast(Any, self).update(values, inplace=not assign)
         except BaseException:

@@ -189,9 +189,9 @@ class Swaps(TensorDictBase):
         exchange.put()
         try:
             if preserve_module_state:
-                exchange.keep_parameters(self._own_leaves(), to_stay=not return_swap)
+                exchange.wrap_parameters(self._own_leaves(), to_stay=not return_swap)
             if return_swap and swap_dest is not None:
-                swap_dest.update(exchange.held())  # type: ignore[attr-defined]  # higher mixin
+                swap_dest.update(exchange.found_tree())  # type: ignore[attr-defined]  # higher mixin
         except BaseException:
             exchange.leave(self, True)
             raise

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from tdnn._keys import NestedKey, listing
 from tdnn._node import itself
 
-__all__ = ["Write", "as_before", "put_at", "refuse_meta", "same_value", "settled", "write"]
+__all__ = ["Write", "as_before", "first_rows", "put_at", "refuse_meta", "same_value", "write"]
 
 Write: TypeAlias = tuple[Tensor, Tensor, NestedKey]  # a leaf, what to copy into it, and its key
 
@@ -32,7 +32,7 @@ def write(writes: list[Write], non_blocking: bool = False) -> None:
         targets = {tag(leaf) for leaf, _, _ in writes}
         if len(targets) < len(writes):
             leaves, values, keys = zip(*writes, strict=True)
-            writes = [writes[at] for at in settled(leaves, [values], keys.__getitem__)]
+            writes = [writes[at] for at in first_rows(leaves, [values], keys.__getitem__)]
         if not targets.isdisjoint([tag(value) for _, value, _ in writes]):
             leaves, values, keys = zip(*writes, strict=True)
             writes = list(zip(leaves, as_before(leaves, values), keys, strict=True))
@@ -93,7 +93,7 @@ def as_before(leaves: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def settled(
+def first_rows(
     leaves: Sequence[Tensor],
     columns: Sequence[Sequence[Tensor]],
     key_at: Callable[[int], NestedKey],

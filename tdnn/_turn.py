@@ -34,24 +34,24 @@ class Turn(Claim):
     __slots__ = (
         "_caches",
         "_lazy",
+        "at_start",
         "covered",
-        "kept",
         "left",
         "new",
         "nones",
-        "old",
-        "own",
+        "owed",
         "plan",
         "twins",
+        "wrapped",
     )
 
     def __init__(self, plan: Plan, root: nn.Module) -> None:
         super().__init__(root)
         self.plan = plan
-        self.old: list[Any] | None = None  # what to give back to the slots; None: not read yet
-        self.own: list[Any] = []  # what the slots held
+        self.owed: list[Any] | None = None  # what to give back to the slots; None: not read yet
+        self.at_start: list[Any] = []  # what the slots held
         self.new: Any = None  # what is in the slots; None: not there yet
-        self.kept: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
+        self.wrapped: Sequence[Any] = ()  # what is in the slots instead of ``new``, outside a block
         self.twins: Sequence[Any] = ()  # other leaves for slots, each with the one in the slot
         self.nones = plan.nones  # buffers without a value, which a block may fill
         self.covered: list[str] = []  # slots that the module does not read any more
@@ -72,7 +72,7 @@ class Turn(Claim):
             KeyError: a slot is gone.
         """
         plan = self.plan
-        self.old = self.own = list(map(getitem, plan.targets, plan.keys))
+        self.owed = self.at_start = list(map(getitem, plan.targets, plan.keys))
         _forget_cached()
         if plan.has_lazy:
             self._lazy = _lazy_states(self.modules)
@@ -81,10 +81,10 @@ class Turn(Claim):
 
     def found(self) -> list[Any]:
         """Return what the slots held, with the values of then."""
-        old: Any = self.old
+        old: Any = self.owed
         return [self.saved.get(value, value) for value in old] if self.saved else old
 
-    def now(self) -> list[Any]:
+    def held_now(self) -> list[Any]:
         """Return what the slots hold: the list ``new`` itself, if nothing was assigned to them."""
         plan, new = self.plan, cast(list[Any], self.new)
         try:
@@ -130,12 +130,12 @@ class Turn(Claim):
             return True
         plan = self.plan
         now = map(dict.get, plan.targets, plan.keys)
-        return any(map(is_, now, self.kept or self.new))
+        return any(map(is_, now, self.wrapped or self.new))
 
     def is_whole(self) -> bool:
         plan = self.plan
         now = map(dict.get, plan.targets, plan.keys)
-        return all(map(is_, now, self.kept or self.new))
+        return all(map(is_, now, self.wrapped or self.new))
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Turn(Claim):
 
     def restore(self) -> None:
         """Write what the slots held, and restore what else the block changed."""
-        old: Any = self.old
+        old: Any = self.owed
         _forget_cached()
         for module, attributes in self._caches:
             module.__dict__.update(attributes)
@@ -202,11 +202,11 @@ class Turn(Claim):
 
     def debts(self) -> dict[SlotId, Any]:
         nones = {(id(slots), key): None for _, slots, key in self.nones}
-        return {**nones, **dict(zip(self.plan.slot_ids(), self.old or (), strict=True))}
+        return {**nones, **dict(zip(self.plan.slot_ids(), self.owed or (), strict=True))}
 
     def redirect(self, debts: dict[SlotId, Any]) -> None:
-        pairs = zip(self.plan.slot_ids(), self.old or (), strict=True)
-        self.old = [debts.get(slot, value) for slot, value in pairs]
+        pairs = zip(self.plan.slot_ids(), self.owed or (), strict=True)
+        self.owed = [debts.get(slot, value) for slot, value in pairs]
 
     def expect(self, emptied: set[SlotId]) -> None:
         mine = {
@@ -223,7 +223,7 @@ class Turn(Claim):
         A later swap in which no block runs ends here, with the block around it.
 
         Returns:
-            What this block left in the slots of the later blocks; ``old`` is then what to write.
+            What this block left in the slots of the later blocks; ``owed`` is then what to write.
         """
         for other in later:
             if not other.is_open and not other.debts().keys().isdisjoint(self.debts().keys()):
@@ -231,9 +231,9 @@ class Turn(Claim):
                 other.is_over = True
         handed, self.left = _claims.hand_over(self, [other for other in later if other.is_open])
         slots = self.plan.slot_ids()
-        self.old = [
+        self.owed = [
             value if slot in handed and value is not GONE else before
-            for slot, value, before in zip(slots, now, self.old or (), strict=True)
+            for slot, value, before in zip(slots, now, self.owed or (), strict=True)
         ]
         return handed
 

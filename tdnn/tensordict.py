@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tdnn import _functions, _pytree
 from tdnn._apply import Apply
 from tdnn._copies import Copies
 from tdnn._core import TensorDictBase
+from tdnn._declared import NO_BATCH
 from tdnn._exchange import Exchange
 from tdnn._indexing import Indexing
 from tdnn._lens import Lenses
@@ -112,7 +111,7 @@ class Swap(TensorDict):
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._found = None
-        self._batch_size = _NO_BATCH
+        self._batch_size = NO_BATCH
         self._device = None
         self._names = None
         self._lock = None
@@ -121,7 +120,7 @@ class Swap(TensorDict):
     @property
     def _data(self) -> dict[str, Any]:  # type: ignore[override]  # made when it is first read
         if self._found is None:
-            self._found = self._exchange.held()
+            self._found = self._exchange.found_tree()
         return self._found._data
 
     def __enter__(self) -> "Swap":
@@ -143,4 +142,3 @@ def _as_it_is(tree: TensorDict) -> TensorDict:
 
 
 TensorDict._swap_kind = Swap
-_NO_BATCH = torch.Size(())

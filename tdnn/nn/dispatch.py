@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdnn._core import TensorDictBase
-from tdnn._declared import common_start
+from tdnn._declared import NO_BATCH, common_start
 from tdnn._keys import NestedKey, as_path, hint, listing, unravel_key_list
 from tdnn.nn._faults import Told, lost_outputs, title
 from tdnn.tensordict import TensorDict
@@ -20,7 +20,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 Keys = str | Sequence[NestedKey]
 
 _EMPTY = TensorDict()
-_NO_DIMS = torch.Size(())
 
 
 @overload
@@ -191,7 +190,7 @@ class _Dispatcher:
                 data[key] = value
             if len(data) == len(source):
                 kwargs.clear()
-                return _EMPTY._like(data, _NO_DIMS)
+                return _EMPTY._like(data, NO_BATCH)
         given = self._gather_mixed(owner, source, args, kwargs)
         return TensorDict(given, _shared(given.values()) if self.auto_batch_size else None)
 

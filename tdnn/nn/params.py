@@ -208,11 +208,11 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         return (dict(self.__dict__), slots)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        attributes, (self._batch_size, self._device, self._names, locked) = state
+        attributes, (self._batch_size, self._device, self._names, was_locked) = state
         nn.Module.__setstate__(self, attributes)  # type: ignore[no-untyped-call]  # torch's own
         self._lock = None
         self._scope = None
-        if locked:
+        if was_locked:
             self._hold(None)
 
     # -- what both the tree and the module have ------------------------------------------------

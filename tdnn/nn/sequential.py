@@ -211,7 +211,7 @@ class TensorDictSequential(TensorDictModule):
         selects = self._selected is not None
         if tensordict_out is None and not selects and (inplace is None or inplace is True):
             result = self._run(tensordict)
-            return result if inplace is None else self._hand_over(result, tensordict)
+            return result if inplace is None else self._deliver(result, tensordict)
         work = cast(TensorDict, tensordict).copy()
         result = self._run(work)
         if tensordict_out is None:
@@ -220,7 +220,7 @@ class TensorDictSequential(TensorDictModule):
                 hidden = [key for key in self.out_keys_source if key not in self.out_keys]
                 return cast(TensorDict, result).exclude(*hidden)
             tensordict_out = self._fresh(tensordict) if inplace in _ASIDE else tensordict
-        return self._hand_over(result, tensordict_out)
+        return self._deliver(result, tensordict_out)
 
     def _run(self, tree: TensorDictBase) -> TensorDictBase:
         """Run the steps on the tree itself and return what the last one returns."""
@@ -245,7 +245,7 @@ class TensorDictSequential(TensorDictModule):
         at = f"{list(self._steps).index(name)} ({name!r})" if self._named else name
         return f"step {at} of {type(self).__name__}"
 
-    def _hand_over(self, result: TensorDictBase, out: TensorDictBase) -> TensorDictBase:
+    def _deliver(self, result: TensorDictBase, out: TensorDictBase) -> TensorDictBase:
         """Write the outputs of the chain into ``out``, all or none.
 
         A step that passes on a new tree, without what stood in the old one, also takes outputs
