@@ -109,7 +109,10 @@ class Copies(TensorDictBase):
         return self
 
     def zero_(self) -> Self:
-        """Fill every leaf with zeros in place.
+        """Fill every leaf with zeros in place and return the tree.
+
+        Raises:
+            RuntimeError: a leaf cannot be written, such as one that requires grad; all are listed.
 
         Example:
             >>> TensorDict({"a": torch.ones(2)}).zero_()["a"]

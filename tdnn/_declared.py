@@ -33,7 +33,12 @@ class Declared(Lockable):
 
     @property
     def batch_size(self) -> torch.Size:
-        """The dims that every leaf begins with; set it to declare more or fewer of them."""
+        """The dims that every leaf begins with; set it to declare more or fewer of them.
+
+        Raises:
+            ValueError: a leaf does not begin with them; all are listed.
+            LockedError: the tree, or a branch that would change, is locked.
+        """
         return self._batch_size
 
     @batch_size.setter
@@ -184,7 +189,12 @@ class Declared(Lockable):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the batch dims, None for a dim without one; a new list each time."""
+        """The names of the batch dims, None for a dim without one; a new list each time.
+
+        Raises:
+            TypeError: (on setting) a name is neither a ``str`` nor None.
+            ValueError: there is not one name for each dim, or one name twice.
+        """
         return [None] * len(self._batch_size) if self._names is None else list(self._names)
 
     @names.setter

@@ -28,10 +28,9 @@ from tdnn._dims import (
     sliced,
     with_rows,
 )
-from tdnn._keys import NestedKey, Path, as_key, as_path, listing
+from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._marks import ABSENT
 from tdnn._ties import as_before, first_rows, put_at, refuse_meta
-from tdnn.errors import MissingKeyError
 
 __all__ = ["Indexing", "where"]
 
@@ -175,7 +174,8 @@ class Indexing(TensorDictBase):
         leaves: list[Tensor] = []
         values: list[Tensor] = []
         if not _pair(self, source, leaves, values):
-            raise _unpaired(self, source)
+            names = ("the tree", "the value")
+            raise self._unpaired(source, names, "cannot write at the index, nothing was written")
         # Hot (test_setitem_dim): most leaves are such that nothing can be wrong with them.
         eager = not is_compiling()
         for leaf in leaves:
@@ -454,24 +454,6 @@ def _pair(
         leaves.append(leaf)
         values.append(value)
     return True
-
-
-def _unpaired(mine: TensorDictBase, theirs: TensorDictBase) -> MissingKeyError:
-    """Return the error for a value whose keys differ from the tree's, with all of them."""
-    lacks: list[Path] = []
-    extra: list[Path] = []
-    mixed: list[Path] = []
-    mine._compare(theirs, (), lacks, extra, mixed)
-    faults = [
-        f"{what} {listing(map(as_key, paths))}"
-        for what, paths in (
-            ("the value lacks", lacks),
-            ("the tree lacks", extra),
-            ("a branch on one side and a leaf on the other:", mixed),
-        )
-        if paths
-    ]
-    return MissingKeyError(f"cannot write at the index: {'; '.join(faults)}; nothing was written")
 
 
 def _fit(value: Tensor, shape: tuple[int, ...], further: int, above: int) -> Tensor | None:

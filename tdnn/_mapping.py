@@ -27,6 +27,10 @@ class Entries(TensorDictBase):
     def pop(self, key: NestedKey, default: Any = NO_DEFAULT) -> Any:
         """Remove an entry and return it.
 
+        Args:
+            key: a ``str``, or a tuple for a nested entry.
+            default: returned for a missing key.
+
         Raises:
             MissingKeyError: the key is not there and no ``default`` is given.
             LockedError: the tree is locked.

@@ -216,19 +216,27 @@ class Node:
                 data[key] = fn(value, match)
         return self._like(data, self._batch_size, self._names)
 
-    def _unpaired(self, other: "Node") -> MissingKeyError:
+    def _unpaired(
+        self,
+        other: "Node",
+        names: tuple[str, str] = ("the first", "the second"),
+        what: str = "the trees differ",
+    ) -> MissingKeyError:
         """Return the error for two trees whose keys differ, with every key that has no partner."""
         here: list[Path] = []
         there: list[Path] = []
         mixed: list[Path] = []
         self._compare(other, (), here, there, mixed)
-        message = (
-            f"the trees differ: only the first has {listing(map(as_key, here))}, "
-            f"only the second {listing(map(as_key, there))}"
-        )
-        if mixed:
-            message += f"; a leaf in one and a branch in the other: {listing(map(as_key, mixed))}"
-        return MissingKeyError(message)
+        faults = [
+            f"{text} {listing(map(as_key, paths))}"
+            for text, paths in (
+                (f"only {names[0]} has", here),
+                (f"only {names[1]} has", there),
+                ("a leaf in one and a branch in the other:", mixed),
+            )
+            if paths
+        ]
+        return MissingKeyError(f"{what}: {'; '.join(faults)}")
 
     def _compare(
         self, other: "Node", above: Path, here: list[Path], there: list[Path], mixed: list[Path]

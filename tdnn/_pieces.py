@@ -263,6 +263,9 @@ class Pieces(TensorDictBase):
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         """Return a tree for each position along a batch dim, which is removed.
 
+        Args:
+            dim: the batch dim, counted from the last one if negative.
+
         Returns:
             Trees of views.
 
@@ -320,6 +323,10 @@ class Pieces(TensorDictBase):
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Self, ...]:
         """Cut a batch dim into at most ``chunks`` pieces of one length (the last may be shorter).
+
+        Args:
+            chunks: at least 1.
+            dim: the batch dim, counted from the last one if negative.
 
         Returns:
             Trees of views.

@@ -315,6 +315,10 @@ class Shape(TensorDictBase):
     def transpose(self, dim0: int, dim1: int) -> Self:
         """Swap two batch dims.
 
+        Args:
+            dim0: a batch dim, counted from the last one if negative.
+            dim1: another one.
+
         Returns:
             Views.
 

@@ -38,12 +38,14 @@ class Swaps(TensorDictBase):
                 (a tie) gets both.
             as_module: return a :class:`tdnn.nn.TensorDictParams`.
             lock: lock the tree.
-            use_state_dict: read ``module.state_dict()`` instead, so that its hooks run; an entry
-                that is no tensor is a TypeError.
+            use_state_dict: read ``module.state_dict()`` instead, so that its hooks run.
             filter_empty: leave out submodules without parameters and buffers.
 
         Returns:
             A tree with the structure of the module and an empty batch size.
+
+        Raises:
+            TypeError: ``module`` is no module, or its state dict has entries that are no tensors.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU())

@@ -85,6 +85,9 @@ class Updates(TensorDictBase):
             keys_to_update: only these.
             **kwargs: more values.
 
+        Returns:
+            The tree itself. After an error nothing has changed.
+
         Raises:
             MissingKeyError: a key is not there.
             ValueError: a shape is another, or a tensor under two names would get two values.

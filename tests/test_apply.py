@@ -70,7 +70,7 @@ def test_trees_with_other_keys_are_refused_before_the_function_is_called(inplace
     other = make().exclude("a", ("b", "d")).update({"x": 1.0, "b": {"c": {}}})
     with pytest.raises(
         MissingKeyError,
-        match=r"only the first has \['a', \('b', 'd'\)\], only the second \['x'\]; "
+        match=r"only the first has \['a', \('b', 'd'\)\]; only the second has \['x'\]; "
         r"a leaf in one and a branch in the other: \[\('b', 'c'\)\]",
     ) as caught:
         td.apply(lambda *leaves: called.append(leaves), make(), other, inplace=inplace)

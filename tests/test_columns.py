@@ -101,8 +101,8 @@ def test_keys_that_differ_are_all_listed_at_every_level():
     one = TensorDict({"a": 1, "b": {"c": 1, "d": 1}, "e": {"f": 1}, "g": 1})
     two = TensorDict({"z": 1, "b": {"c": 1, "y": 1}, "e": 1, "g": {"h": 1}})
     message = (
-        r"the trees differ: only the first has \['a', \('b', 'd'\)\], "
-        r"only the second \['z', \('b', 'y'\)\]; "
+        r"the trees differ: only the first has \['a', \('b', 'd'\)\]; "
+        r"only the second has \['z', \('b', 'y'\)\]; "
         r"a leaf in one and a branch in the other: \['e', 'g'\]"
     )
     for act in (

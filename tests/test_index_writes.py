@@ -105,14 +105,14 @@ def test_keys_that_do_not_match_are_all_listed_and_nothing_is_written(td):
     value = {"a": torch.ones(4, 2), "b": {"d": torch.ones(4)}, "e": 1}
     with pytest.raises(
         MissingKeyError,
-        match=r"value lacks \[\('b', 'c'\)\]; the tree lacks \['e', \('b', 'd'\)\]; nothing was",
+        match=r"only the tree has \[\('b', 'c'\)\]; only the value has \['e', \('b', 'd'\)\]",
     ):
         td[0] = value
     assert torch.equal(before, td)
 
 
 def test_a_leaf_for_a_branch_is_refused(td):
-    with pytest.raises(MissingKeyError, match=r"on one side and a leaf on the other: \['a', 'b'\]"):
+    with pytest.raises(MissingKeyError, match=r"in one and a branch in the other: \['a', 'b'\]"):
         td[0] = {"a": {}, "b": torch.ones(4)}
 
 

@@ -155,6 +155,9 @@ class EnsembleModule(TensorDictModuleBase):
         Returns:
             What the module returns, with the members as a new first dim. In a tree, inputs that
             every member got are expanded.
+
+        Raises:
+            ValueError: (without ``expand_input``) an input does not have the members as first dim.
         """
         if TensorDictModuleBase.is_tdmodule_compatible(self):
             return self._on_tree(*args, **kwargs)
