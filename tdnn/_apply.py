@@ -9,7 +9,7 @@ from tdnn._core import IsLeaf, TensorDictBase
 from tdnn._declared import as_device, as_size
 from tdnn._keys import Path, as_key
 from tdnn._marks import KEEP, NO_DEFAULT
-from tdnn._ties import Write, write
+from tdnn._writes import Write, write
 
 __all__ = ["Apply"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, operand
-from tdnn._core import Names, TensorDictBase, is_writable
+from tdnn._core import Names, TensorDictBase
 from tdnn._keys import as_key
-from tdnn._ties import as_before, first_rows
 from tdnn._transforms import in_transform
+from tdnn._writes import as_before, first_rows, is_writable
 
 __all__ = ["combine", "combine_", "operate", "operate_"]
 

@@ -9,14 +9,13 @@ from typing import Any, Self, TypeAlias, Union, cast
 
 import torch
 from torch import Size, Tensor
-from torch.compiler import is_compiling
 
 from tdnn._declared import Declared, Device, as_device, as_size, negative, on_device
 from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn._lock import locked
 from tdnn._marks import ABSENT
 from tdnn._node import IsLeaf, Names, Scope
-from tdnn._ties import Write, write
+from tdnn._writes import Write, obstacle, write
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Scope",
     "TensorDictBase",
     "entries_of",
-    "is_writable",
     "locked",
 ]
 
@@ -463,7 +461,7 @@ class TensorDictBase(Declared):
                 f"key {key!r}: cannot write shape {tuple(value.shape)} into "
                 f"shape {tuple(target.shape)} in place"
             )
-        why = _obstacle(target)
+        why = obstacle(target)
         if why is not None:
             raise RuntimeError(f"cannot write in place into [{key!r}]: {why}")
         return [(target, value, key)]
@@ -483,7 +481,7 @@ class TensorDictBase(Declared):
         """Return the leaves, to be written in place, or raise an error that lists the unfit."""
         self._refuse_lost_writes()
         leaves = self._leaves()
-        found = [(path, _obstacle(leaf)) for path, leaf in leaves]
+        found = [(path, obstacle(leaf)) for path, leaf in leaves]
         faults: dict[str, list[NestedKey]] = {}
         for path, why in found:
             if why is not None:
@@ -548,36 +546,6 @@ def is_tensor_collection(datatype: Any) -> bool:
 
 def entries_of(source: Mapping[Any, Any] | TensorDictBase) -> ItemsView[Any, Any]:
     return (source._data if isinstance(source, TensorDictBase) else source).items()
-
-
-def _obstacle(target: Tensor) -> str | None:
-    """Return what keeps torch from writing into a tensor in place, or None."""
-    guarded = target.requires_grad and torch.is_grad_enabled()
-    if guarded and (target.is_leaf or (target._is_view() and _is_fixed(target))):
-        return "requires_grad is set; use torch.no_grad(), or write into td.data"
-    if not is_writable(target):
-        return "it was made in inference mode; clone() it first"
-    if target.layout is not torch.strided:  # which has no strides
-        return None
-    # Most are contiguous, and then their strides need no look.
-    if not target.is_contiguous() and any(
-        [not step and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)]
-    ):
-        return "elements share memory (expand); clone() it first"
-    return None
-
-
-def is_writable(target: Tensor) -> bool:
-    """Return whether the mode that a tensor was made in lets one write into it now."""
-    # Dynamo of torch 2.14 cannot trace the question.
-    return is_compiling() or not target.is_inference() or torch.is_inference_mode_enabled()
-
-
-def _is_fixed(view: Tensor) -> bool:
-    """Return whether autograd forbids to write into a view that requires grad."""
-    base, maker = view._base, view.grad_fn
-    is_of_leaf = base is not None and base.is_leaf and base.requires_grad
-    return is_of_leaf or (maker is not None and maker.name().startswith(("Split", "Unbind")))
 
 
 _KINDS = (Tensor, TensorDictBase)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tdnn._core import Names, TensorDictBase
-from tdnn._ties import write
+from tdnn._writes import write
 
 __all__ = [
     "Part",

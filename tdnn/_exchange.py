@@ -28,9 +28,9 @@ from tdnn._plan import (
     plan_for,
     refuse,
 )
-from tdnn._ties import same_value
 from tdnn._transforms import in_transform, is_transformed
 from tdnn._turn import GONE, Filled, Turn
+from tdnn._writes import same_value
 from tdnn.errors import SwapError
 
 __all__ = ["Exchange", "SlotExchange", "can_copy"]

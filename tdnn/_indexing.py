@@ -30,7 +30,7 @@ from tdnn._dims import (
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._marks import ABSENT
-from tdnn._ties import as_before, first_rows, put_at, refuse_meta
+from tdnn._writes import as_before, first_rows, put_at, refuse_meta
 
 __all__ = ["Indexing", "where"]
 

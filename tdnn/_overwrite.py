@@ -15,9 +15,9 @@ from tdnn._exchange import Exchange, SlotExchange, can_copy
 from tdnn._held import nested
 from tdnn._keys import NestedKey, as_key, hint, listing
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
-from tdnn._ties import alike, first_rows, same_value
 from tdnn._transforms import is_transformed
 from tdnn._turn import Turn
+from tdnn._writes import alike, first_rows, same_value
 from tdnn.errors import MissingKeyError, SwapError
 
 __all__ = ["CopyExchange", "StateExchange"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from tdnn._core import TREES, Entry, IsLeaf, TensorDictBase, entries_of, locked
 from tdnn._declared import common_start, on_device
 from tdnn._keys import NestedKey, Path, as_key, as_path, listing
-from tdnn._ties import Write, write
+from tdnn._writes import Write, write
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = ["Updates", "merge_tensordicts"]

@@ -16,7 +16,7 @@ PACKAGE = Path(tdnn.__file__).parent
 LAYERS = [
     "errors _keys _marks _registrations _transforms",
     "_node",
-    "_lock _ties",
+    "_lock _writes",
     "_declared",
     "_core",
     "_dims _plan _pytree",

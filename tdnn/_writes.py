@@ -1,6 +1,6 @@
-"""One tensor under two names: what is written to it is one value.
+"""Writing many leaves in place: what torch allows, and one value for a tensor under two names.
 
-Each way to write many leaves in place comes through here, before it writes the first.
+Each way to do it comes through here before it writes the first leaf.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,18 @@ from torch.compiler import is_compiling
 from tdnn._keys import NestedKey, listing
 from tdnn._node import itself
 
-__all__ = ["Write", "as_before", "first_rows", "put_at", "refuse_meta", "same_value", "write"]
+__all__ = [
+    "Write",
+    "alike",
+    "as_before",
+    "first_rows",
+    "is_writable",
+    "obstacle",
+    "put_at",
+    "refuse_meta",
+    "same_value",
+    "write",
+]
 
 Write: TypeAlias = tuple[Tensor, Tensor, NestedKey]  # a leaf, what to copy into it, and its key
 
@@ -134,3 +145,33 @@ def alike(one: Tensor, two: Tensor) -> Tensor:
     if one.is_meta:  # there are no elements
         return torch.ones(one.shape, dtype=torch.bool)
     return (one == two) | ((one != one) & (two != two))
+
+
+def obstacle(target: Tensor) -> str | None:
+    """Return what keeps torch from writing into a tensor in place, or None."""
+    guarded = target.requires_grad and torch.is_grad_enabled()
+    if guarded and (target.is_leaf or (target._is_view() and _is_fixed(target))):
+        return "requires_grad is set; use torch.no_grad(), or write into td.data"
+    if not is_writable(target):
+        return "it was made in inference mode; clone() it first"
+    if target.layout is not torch.strided:  # which has no strides
+        return None
+    # Most are contiguous, and then their strides need no look.
+    if not target.is_contiguous() and any(
+        [not step and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)]
+    ):
+        return "elements share memory (expand); clone() it first"
+    return None
+
+
+def is_writable(target: Tensor) -> bool:
+    """Return whether the mode that a tensor was made in lets one write into it now."""
+    # Dynamo of torch 2.14 cannot trace the question.
+    return is_compiling() or not target.is_inference() or torch.is_inference_mode_enabled()
+
+
+def _is_fixed(view: Tensor) -> bool:
+    """Return whether autograd forbids to write into a view that requires grad."""
+    base, maker = view._base, view.grad_fn
+    is_of_leaf = base is not None and base.is_leaf and base.requires_grad
+    return is_of_leaf or (maker is not None and maker.name().startswith(("Split", "Unbind")))
