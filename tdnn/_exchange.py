@@ -230,11 +230,13 @@ class SlotExchange(Exchange):
         buffers = set() if is_compiling() else {id(slots) for _, slots in turn.plan.buffers}
         made: dict[tuple[Any, bool], Parameter] = {}  # so that a tie of the tree stays one,
         tied: dict[Any, Parameter] = {}  # and one of the module, for which there is one value
-        kept = []
+        wrapped = []
         for slots, before, leaf in zip(turn.plan.targets, turn.owed, turn.new, strict=True):
             if (
-                isinstance(before, Parameter)
-                and not (isinstance(leaf, Parameter) or leaf.requires_grad)
+                # Exact types first: torch has isinstance(…, Parameter) call Python.
+                (type(leaf) is Tensor or not isinstance(leaf, Parameter))
+                and (type(before) is Parameter or isinstance(before, Parameter))
+                and not leaf.requires_grad
                 and tag(leaf) not in as_they_are
                 and not (buffers and id(slots) in buffers)
             ):
@@ -244,10 +246,10 @@ class SlotExchange(Exchange):
                     one = tied.get(tag(before)) if turn.plan.is_tied else None
                     made[look] = Parameter(leaf, requires_grad=flag) if one is None else one
                 leaf = tied[tag(before)] = made[look]
-            kept.append(leaf)
+            wrapped.append(leaf)
         if made:
-            turn.wrapped = kept
-            turn.write(kept)
+            turn.wrapped = wrapped
+            turn.write(wrapped)
 
     def enter(self, node: TensorDictBase) -> None:
         """Begin a block, on the leaves themselves."""
@@ -266,12 +268,8 @@ class SlotExchange(Exchange):
             left, filled, news = self._undo(turn, failed)
         finally:
             _claims.release(turn)
-        with torch.no_grad():
-            for leaf, value in news:
-                leaf.copy_(value)
-            for leaf, one in turn.twins:
-                if not (is_transformed(one) or same_value(leaf, one)):
-                    leaf.copy_(one)
+        if news or turn.twins:
+            self._follow(news, turn.twins)
         if turn.covered and not failed:
             raise SwapError(
                 f"the block put something in the place of {', '.join(turn.covered)} (such as a "
@@ -280,6 +278,17 @@ class SlotExchange(Exchange):
             )
         if not failed and (filled or left is not turn.new):
             self._write_back(turn, left, filled)
+
+    def _follow(
+        self, news: Sequence[tuple[Tensor, Tensor]], twins: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Write into leaves that were not in the slots themselves."""
+        with torch.no_grad():
+            for leaf, value in news:
+                leaf.copy_(value)
+            for leaf, one in twins:
+                if not (is_transformed(one) or same_value(leaf, one)):
+                    leaf.copy_(one)
 
     def _undo(
         self, turn: Turn, failed: bool
