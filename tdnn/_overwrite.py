@@ -93,7 +93,7 @@ class _CopyTurn(Turn):
                 continue
             if seen.is_changed(leaf):
                 both.append(key_at(at))
-            if not seen.is_shared:
+            if not seen.is_shared and leaf.layout is torch.strided:
                 now = torch.where(is_same.to(leaf.device), leaf, now.to(leaf.device))
             ats.append(at)
             leaves.append(leaf)
@@ -185,14 +185,17 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]], non_blocking: bool = False) ->
 
 def _memory(tensor: Tensor) -> Any:
     """Return what tensors that share memory have in common."""
-    if is_compiling() or is_transformed(tensor) or tensor.is_meta:  # which have no address
-        return tensor
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if _has_address(tensor) else tensor
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Return whether a tensor has one memory, and Python can see where it is."""
+    return _can_look(tensor) and not tensor.is_meta and tensor.layout is torch.strided
 
 
 def _is_one(target: Tensor, leaf: Tensor) -> bool:
     """Return whether a leaf is the target's own memory, seen in the same way."""
-    if target is leaf or is_compiling() or is_transformed(leaf) or leaf.is_meta:
+    if target is leaf or not (_has_address(leaf) and _has_address(target)):
         return target is leaf
     looks = [(t.dtype, t.device, t.shape, t.stride(), t.data_ptr()) for t in (target, leaf)]
     return looks[0] == looks[1] and leaf.numel() > 0

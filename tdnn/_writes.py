@@ -144,6 +144,8 @@ def alike(one: Tensor, two: Tensor) -> Tensor:
     """Return where two tensors have the same elements; NaN is like NaN."""
     if one.is_meta:  # there are no elements
         return torch.ones(one.shape, dtype=torch.bool)
+    if one.layout is not torch.strided:
+        one, two = one.to_dense(), two.to_dense()
     return (one == two) | ((one != one) & (two != two))
 
 

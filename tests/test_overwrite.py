@@ -447,6 +447,20 @@ def test_a_tree_cannot_be_the_destination_of_its_own_swap(way):
     assert same(before, exact(net))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_sparse_tensors_are_copied_too(way):
+    net = nn.Module()
+    net.register_buffer("mask", torch.eye(2).to_sparse())
+    params = TensorDict({"mask": (torch.eye(2) * 3).to_sparse()})
+    held = net.mask
+    with params.to_module(net, **way):
+        assert net.mask.to_dense().sum() == 6
+        net.mask.mul_(2)
+    assert params["mask"].to_dense().tolist() == [[6, 0], [0, 6]]
+    assert net.mask is held
+    assert torch.equal(held.to_dense(), torch.eye(2))
+
+
 def test_what_a_compiled_block_writes_to_copies_goes_into_the_tree():
     net = nn.BatchNorm1d(3)
     params = TensorDict.from_module(net).data.double()
