@@ -402,6 +402,11 @@ def test_update_nested(lib):
     return partial(lib.TensorDict(small(), SIZE).update, small())
 
 
+@case(plain=lambda: partial(merge, small(), small()))
+def test_update_tree(lib):
+    return partial(lib.TensorDict(small(), SIZE).update, lib.TensorDict(small(), SIZE))
+
+
 def copy_all(pairs):
     for old, new in pairs:
         old.copy_(new)

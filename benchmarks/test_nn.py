@@ -122,6 +122,13 @@ def test_to_module_speed(lib, as_module):
 
 
 @case(plain=lambda: functional_swap(None))
+def test_tensor_swap_speed(lib):
+    """Swap in a tree of tensors that are no parameters, as averages of weights are."""
+    params = lib.TensorDict.from_module(IdleTransformer()).data.clone()
+    return partial(in_block, IdleTransformer(), params, leaf())
+
+
+@case(plain=lambda: functional_swap(None))
 def test_first_swap_speed(lib):
     """Swap one tree into two nets in turn, so that no swap finds what the one before had learnt."""
     params, x = lib.TensorDict.from_module(IdleTransformer()), leaf()

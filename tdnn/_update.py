@@ -265,7 +265,7 @@ class _Update:
         plain = not self._inplace and not self._clone
         puts = self._puts
         for key, value in entries:
-            # Hot (test_update_nested): a tensor under a plain key that can be held as it is.
+            # Hot (test_update_tree): a tensor under a plain key that can be held as it is.
             if plain and type(value) is Tensor and type(key) is str and node._takes(value):
                 puts[above + (key,)] = node, key, value  # noqa: RUF005  # a joined tuple is quicker
                 continue

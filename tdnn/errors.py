@@ -8,18 +8,19 @@ badly (``KeyError`` shows the ``repr`` of its message). Everything else is a pla
 __all__ = ["FileFormatError", "KeyConflictError", "LockedError", "MissingKeyError", "SwapError"]
 
 
-class MissingKeyError(KeyError):
+class _ReadableKeyError(KeyError):
+    """A ``KeyError`` that prints its message as it is."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingKeyError(_ReadableKeyError):
     """A key is not in the tree; the message names the nearest one that is."""
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
-
-class KeyConflictError(KeyError):
+class KeyConflictError(_ReadableKeyError):
     """Two entries would stand at one key, or a key would be both a leaf and a branch."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
 
 class LockedError(RuntimeError):
