@@ -11,7 +11,7 @@ from tdnn._columns import PLAIN, Column, Tree, broadcast, columns_of, operand
 from tdnn._core import Names, TensorDictBase
 from tdnn._keys import as_key
 from tdnn._transforms import in_transform
-from tdnn._writes import as_before, first_rows, is_writable
+from tdnn._writes import as_before, first_rows, is_writable, refuse_meta
 
 __all__ = ["combine", "combine_", "operate", "operate_"]
 
@@ -93,6 +93,10 @@ def combine_(tree: Tree, fn: Callable[..., Any], *others: Any, **kwargs: Any) ->
         lists = [column for column in columns[1:] if isinstance(column, list)]
         columns = _picked(columns, first_rows(leaves, lists, lambda at: as_key(paths[at][0])))
     _check_dtypes(tree, fn, columns, kwargs)
+    for column in columns[1:]:
+        if isinstance(column, list) and any([value.is_meta for value in column]):
+            keys = [as_key(path) for path, _ in tree._leaves()]
+            refuse_meta(zip(columns[0], column, keys, strict=False))
     columns[1:] = [as_before(columns[0], c) if isinstance(c, list) else c for c in columns[1:]]
     _write(tree, fn, columns, kwargs)
     return tree

@@ -318,7 +318,8 @@ class Entries(TensorDictBase):
             >>> TensorDict.from_dict({"a": {"b": torch.ones(3)}}, batch_size=[3])["a", "b"]
             tensor([1., 1., 1.])
         """
-        return cls(input_dict, batch_size, device, names)
+        tree = cls._kind(input_dict, batch_size, device, names)
+        return tree if cls is cls._kind else cls(tree)
 
     # -- helpers -------------------------------------------------------------------------------
 

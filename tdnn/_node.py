@@ -270,6 +270,7 @@ def itself(value: Any) -> Any:
 
 def extended(names: Names, branch: Node, depth: int) -> Names:
     """Return the names of a branch whose dims before ``depth`` are now called ``names``."""
+    own = branch._names
     if names is None:
-        return None
-    return (*names, *(branch._names or (None,) * len(branch._batch_size))[depth:])
+        return None if own is None or not any(own[depth:]) else (*[None] * depth, *own[depth:])
+    return (*names, *(own or (None,) * len(branch._batch_size))[depth:])

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from tdnn._core import Names, TensorDictBase
 from tdnn._declared import common_start
 from tdnn._keys import as_key
+from tdnn._transforms import dim_taken_off
 
 __all__ = ["register"]
 
@@ -143,6 +144,7 @@ def _unflatten(leaves: Iterable[Any], structure: Structure) -> TensorDictBase:
         size
         and not structure.is_named
         and before == [None if shape is None else (size[0], *shape) for shape in now]
+        and not dim_taken_off(values[0], before[0])  # the first, or unknown
     ):
         return _built(structure.root, iter(values), {})
     pairs: Pairs = [
@@ -151,6 +153,9 @@ def _unflatten(leaves: Iterable[Any], structure: Structure) -> TensorDictBase:
         if old is not None and new is not None
     ]
     moves = _moves(pairs)
+    if len(moves) > 1:  # equal sizes leave open which dim it was
+        taken = {dim_taken_off(*pair) for pair in zip(values, before, strict=True)}
+        moves = [move for move in moves if {move[0]} == taken] or moves
     if moves:
         return _moved_all(structure.root, iter(values), moves)
     return _put_together(structure.root, iter(values), iter(before))[0]

@@ -299,3 +299,12 @@ def test_mixed_dtypes_and_ties_trace_in_place():
     tree = TensorDict({"a": shared, "n": torch.tensor(0), "b": shared})
     step(tree)
     assert (tree == 1).all()
+
+
+def test_values_on_the_meta_device_are_refused_in_place():
+    td = TensorDict({"a": torch.ones(2), "b": torch.ones(2)})
+    other = {"a": torch.ones(2), "b": torch.ones(2, device="meta")}
+    for write in (td.add_, td.mul_, td.div_):
+        with pytest.raises(ValueError, match=r"values for \['b'\]: they are on the meta device"):
+            write(other)
+    assert td["a"].tolist() == [1, 1]

@@ -257,3 +257,10 @@ def test_making_and_emptying_a_plain_tree_traces():
     found = torch.compile(act, backend="eager", fullgraph=True)(make())
     assert found.to_dict().keys() == {"b"}
     assert found["b"].tolist() == [1, 1]
+
+
+def test_copies_keep_the_names_of_dims_that_only_a_branch_has():
+    branch = TensorDict({"b": torch.zeros(2, 3)}, [2, 3], names=[None, "time"])
+    td = TensorDict({"n": branch}, [2])
+    for made in (td.clone(), td.detach(), td.data, td.double(), torch.zeros_like(td)):
+        assert made["n"].names == [None, "time"]

@@ -104,6 +104,62 @@ def test_each_member_keeps_its_own_statistics():
     assert ensemble.params_td["1", "num_batches_tracked"].tolist() == [3] * COPIES
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(3, 4))
+
+    def forward(self, x):
+        self.state = self.layer(x) + self.state
+        return self.state
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_gradients_flow_through_a_buffer_that_the_forward_rebinds(vectorize):
+    ensemble, x = EnsembleModule(Recurrent(), 2, vectorize=vectorize), torch.randn(3, 4)
+    nets = nets_of(ensemble, Recurrent())
+    for each in (ensemble, *nets):
+        each(x)
+        each(x).sum().backward()
+    for n, net in enumerate(nets):
+        torch.testing.assert_close(ensemble.params_td["layer", "bias"].grad[n], net.layer.bias.grad)
+    assert list(ensemble.state_dict()) == [f"params_td.{name}" for name in nets[0].state_dict()]
+
+
+class Once(nn.Module):
+    """Adds its buffer in the first call, and gives it up."""
+
+    def __init__(self, only_if=lambda first: True):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("first", torch.ones(2))
+        self.only_if = only_if
+
+    def forward(self, x):
+        out = self.layer(x) * 0
+        if self.first is not None:
+            out = out + self.first
+            if self.only_if(self.first):
+                self.first = None
+        return out
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_a_buffer_that_the_forward_sets_to_none_is_gone(vectorize):
+    ensemble = EnsembleModule(Once(), 2, vectorize=vectorize)
+    sums = [ensemble(torch.ones(2)).sum().item() for _ in range(3)]
+    assert sums == [4, 0, 0]
+    assert "first" not in ensemble.params_td
+
+
+def test_a_buffer_is_set_to_none_for_all_members_or_for_none():
+    ensemble = EnsembleModule(Once(lambda first: first[0] > 1), 2, vectorize=False)
+    ensemble.params_td["first"].data[1] += 1
+    with pytest.raises(ValueError, match=r"Once set \['first'\] to None for some members only"):
+        ensemble(torch.ones(2))
+
+
 def test_buffers_that_the_forward_rebinds_are_each_members_own():
     ensemble = EnsembleModule(Rebinding(), COPIES, parameter_init_function=draw)
     x = torch.randn(4)

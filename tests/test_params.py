@@ -520,3 +520,16 @@ def test_the_text_shows_it_as_a_tree():
     assert "TensorDictParams(" in text
     assert "weight" in text
     assert "Parameter" in text
+
+
+def test_params_are_made_from_a_nested_dict():
+    params = TensorDictParams.from_dict({"a": torch.zeros(2), "b": {"c": torch.ones(2)}})
+    assert [name for name, _ in params.named_parameters()] == ["a", "b.c"]
+
+
+def test_a_buffer_stays_in_the_graph_of_its_new_value():
+    params = TensorDictParams({"w": torch.ones(2)}).set("stat", nn.Buffer(torch.zeros(2)))
+    params["stat"] = params["w"] * 2
+    params["stat"].sum().backward()
+    assert params["w"].grad.tolist() == [2, 2]
+    assert [name for name, _ in params.named_buffers()] == ["stat"]

@@ -213,3 +213,24 @@ def test_the_batch_sizes_of_a_derivative_by_a_tree_do_not_lie(derivative):
 
     check(found)
     assert found["w", "w"].shape == (3, 2, 3, 2)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("in_dim", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("named", [False, True])
+def test_vmap_takes_off_the_dim_that_it_says_whatever_the_sizes(size, in_dim, named):
+    x = torch.arange(9.0 * size).view(3, 3, size)
+    names = ["row", "column"] if named else None
+    td = TensorDict({"x": x, "b": {"y": x + 1}}, [3, 3], names=names)
+    seen = []
+
+    def run(td):
+        seen.append((tuple(td.batch_size), td.names))
+        return td.sum(-1)["b", "y"]
+
+    kept = [n for n in range(2) if n != in_dim % 3]
+    found = torch.vmap(run, in_dim)(td)
+    shape = tuple(x.select(in_dim, 0).shape)
+    assert seen == [(shape[: len(kept)], [names[n] if named else None for n in kept])]
+    want = torch.vmap(lambda x: (x + 1).sum(len(kept) - 1), in_dim)(x)
+    assert torch.equal(found, want)

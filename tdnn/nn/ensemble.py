@@ -13,12 +13,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from tdnn._core import TensorDictBase
-from tdnn._keys import NestedKey, as_key, listing
+from tdnn._keys import NestedKey, Path, as_key, listing
 from tdnn.nn._faults import Told, arguments_in_words, place, title
 from tdnn.nn.base import TensorDictModuleBase, as_call, draw_anew
 from tdnn.nn.dispatch import dispatch
 from tdnn.nn.module import write
-from tdnn.nn.params import TensorDictParams
+from tdnn.nn.params import TensorDictParams, as_buffer
 from tdnn.tensordict import TensorDict
 
 __all__ = ["EnsembleModule"]
@@ -32,6 +32,14 @@ _PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device
 _TENSOR = "a tensor"  # stands for one among the rest of an output
 
 
+class _Ran(NamedTuple):
+    """What a member returned, the buffers that its forward rebound or filled, or set to None."""
+
+    out: Any
+    rebound: dict[Path, Tensor]
+    emptied: set[Path]
+
+
 class EnsembleModule(TensorDictModuleBase):
     """Run ``num_copies`` copies of a module, each with weights of its own, in one vmapped call.
 
@@ -40,7 +48,8 @@ class EnsembleModule(TensorDictModuleBase):
     Dropout and other randomness differ from member to member. Buffers (the statistics of
     BatchNorm) are each member's own, also if the forward rebinds them.
 
-    One thread at a time can run it, as with any swap.
+    One thread at a time can run it, as with any swap. State that a forward keeps in plain
+    attributes, or in a buffer that it registers itself, is one for all members.
 
     Of what the module returns, every tensor gets a new first dim, the members; what is no tensor
     (None, numbers, text) is the same for all members, and stays as it is.
@@ -184,7 +193,8 @@ class EnsembleModule(TensorDictModuleBase):
             self._check_first_dim([value for value in values if isinstance(value, Tensor)])
         is_mapped = self.vectorize and not (torch.is_grad_enabled() and self._loses_gradients())
         try:
-            out, rebound = (self._run_mapped if is_mapped else self._run_in_turn)(values, spec)
+            run = self._run_mapped if is_mapped else self._run_in_turn
+            out, rebound, emptied = run(values, spec)
         except Exception as err:
             if is_mapped and any([word in str(err) for word in _OF_VMAP]):
                 err.add_note(
@@ -195,20 +205,26 @@ class EnsembleModule(TensorDictModuleBase):
             place(err, f"a member of {self._title()}", text)
             raise
         for path, value in rebound.items():
-            self.params_td.set(path, nn.Buffer(value))
+            self.params_td.set(path, as_buffer(value))
+        for path in emptied:
+            self.params_td.del_(path)
+            self._shell.get_submodule(".".join(path[:-1]))._buffers[path[-1]] = None
         return out
 
-    def _run_mapped(self, values: list[Any], spec: Any) -> tuple[Any, dict[Any, Tensor]]:
+    def _run_mapped(self, values: list[Any], spec: Any) -> _Ran:
         """Map over the members and, without ``expand_input``, the tensors among the arguments."""
         dims = [
             0 if isinstance(value, Tensor) and not self.expand_input else None for value in values
         ]
         outputs: list[_Output] = []
+        emptied: set[Path] = set()
 
         def run(_: Tensor, weights: TensorDict, values: list[Any]) -> Any:
             args, kwargs = pytree.tree_unflatten(values, spec)
             # Without a leaf, nothing tells an empty tree that its first dim is mapped over.
-            out, rebound = self._run(weights if weights._data else TensorDict(), args, kwargs)
+            ran = self._run(weights if weights._data else TensorDict(), args, kwargs)
+            out, rebound = ran.out, ran.rebound
+            emptied.update(ran.emptied)
             outputs.append(_apart(out, self._shell))
             return outputs[0].tensors, rebound
 
@@ -216,12 +232,13 @@ class EnsembleModule(TensorDictModuleBase):
         numbers = torch.arange(self.num_copies)
         mapped = torch.vmap(run, (0, 0, dims), randomness="different")
         tensors, rebound = mapped(numbers, self.params_td, values)
-        return _together(tensors, outputs[0]), rebound
+        return _Ran(_together(tensors, outputs[0]), rebound, emptied)
 
-    def _run_in_turn(self, values: list[Any], spec: Any) -> tuple[Any, dict[Any, Tensor]]:
+    def _run_in_turn(self, values: list[Any], spec: Any) -> _Ran:
         """Run one member after the other and stack what they return."""
         outputs: list[_Output] = []
-        changed: dict[Any, None] = {}
+        changed: dict[Path, None] = {}
+        emptied: list[set[Path]] = []
         # Not unbind(): autograd forbids to write into its views, as Embedding(max_norm=) does.
         members = [self.params_td[n] for n in range(self.num_copies)]
         for n, weights in enumerate(members):
@@ -231,7 +248,7 @@ class EnsembleModule(TensorDictModuleBase):
             ]
             args, kwargs = pytree.tree_unflatten(mine, spec)
             before = _versions(values)
-            out, rebound = self._run(weights, args, kwargs)
+            ran = self._run(weights, args, kwargs)
             if self.expand_input and n + 1 < len(members) and _versions(values) != before:
                 raise RuntimeError(
                     Told(
@@ -239,8 +256,14 @@ class EnsembleModule(TensorDictModuleBase):
                         "would get what the first one left; let it work on a copy"
                     )
                 )
-            outputs.append(_apart(out, self._shell))
-            changed.update(dict.fromkeys(rebound))
+            outputs.append(_apart(ran.out, self._shell))
+            changed.update(dict.fromkeys(ran.rebound))
+            emptied.append(ran.emptied)
+        if any([each != emptied[0] for each in emptied]):
+            keys = sorted({as_key(path) for each in emptied for path in each}, key=str)
+            raise ValueError(
+                Told(f"{title(self._shell)} set {listing(keys)} to None for some members only")
+            )
         first = outputs[0]
         if any([(each.rest, each.spec) != (first.rest, first.spec) for each in outputs]):
             raise ValueError(
@@ -251,17 +274,18 @@ class EnsembleModule(TensorDictModuleBase):
             )
         tensors = [_stacked(each) for each in zip(*[out.tensors for out in outputs], strict=True)]
         stacked = {path: torch.stack([each[path] for each in members]) for path in changed}
-        return _together(tensors, first), stacked
+        return _Ran(_together(tensors, first), stacked, emptied[0])
 
-    def _run(self, weights: TensorDict, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Tensor]]:
-        """Run one member; return also the buffers that its forward rebound or filled."""
+    def _run(self, weights: TensorDict, args: Any, kwargs: Any) -> _Ran:
+        """Run one member."""
         shell = self._shell
         has_buffers = any([module._buffers for module in shell.modules()])
         before = dict(weights._leaves()) if has_buffers else {}
         with weights.to_module(shell):
             out = shell(*args, **kwargs)
-        after = weights._leaves() if has_buffers else []
-        return out, {path: leaf for path, leaf in after if before.get(path) is not leaf}
+        after = dict(weights._leaves()) if has_buffers else {}
+        rebound = {path: leaf for path, leaf in after.items() if before.get(path) is not leaf}
+        return _Ran(out, rebound, before.keys() - after.keys())
 
     def _loses_gradients(self) -> bool:
         """Return whether the module holds attention in eval.

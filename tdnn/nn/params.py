@@ -13,7 +13,7 @@ from tdnn._node import Node, itself
 from tdnn.errors import KeyConflictError
 from tdnn.tensordict import TensorDict
 
-__all__ = ["TensorDictParams"]
+__all__ = ["TensorDictParams", "as_buffer"]
 
 
 class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply and to: see below
@@ -106,7 +106,7 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         elif isinstance(value, Buffer) or self.no_convert or not _is_trainable(value):
             store = buffers
         elif key in buffers:  # a new value of a buffer is a buffer
-            store, value = buffers, Buffer(value)
+            store, value = buffers, as_buffer(value)
         else:
             store, value = parameters, Parameter(value)
         for other in self._dicts():
@@ -277,6 +277,14 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         )
         mine = {prefix + name for name in (*self._parameters, *self._buffers)}
         unexpected_keys[:] = [name for name in unexpected_keys if name not in mine]
+
+
+def as_buffer(value: Tensor) -> Tensor:
+    """Return a value marked as a buffer; one that autograd made stays in its graph."""
+    if value.is_leaf:
+        return Buffer(value)
+    value._is_buffer = value.persistent = True  # type: ignore[attr-defined]  # as Buffer marks them
+    return value
 
 
 def _tied_once(tree: TensorDictBase) -> dict[str, Any]:
