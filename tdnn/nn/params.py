@@ -25,7 +25,8 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
     cast, move and flag are the module's (``to``, ``double``, ``float``, ``half``, ``bfloat16``,
     ``cpu``, ``cuda``, ``requires_grad_``, ``zero_grad``: in place, parameters keep their
     identity), and ``apply`` is the tree's, also where ``apply`` of an owner calls it: ``fn`` then
-    gets the leaves. Other operations return a plain ``TensorDict``.
+    gets the leaves. ``keys()``, ``items()`` and ``values()`` show the entries of the moment. Other
+    operations return a plain ``TensorDict``.
 
     Args:
         parameters: a tree or mapping; its tensors are taken, not copied.
