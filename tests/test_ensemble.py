@@ -127,6 +127,28 @@ def test_gradients_flow_through_a_buffer_that_the_forward_rebinds(vectorize):
     assert list(ensemble.state_dict()) == [f"params_td.{name}" for name in nets[0].state_dict()]
 
 
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.calls, self.last = 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = [self.layer(x)]
+        self.seen = x + self.last[0].sum()
+        return self.last[0]
+
+
+def test_an_ensemble_can_be_copied_after_a_call_whose_forward_kept_tensors():
+    ensemble, x = EnsembleModule(Keeping(), 2), torch.randn(3, 4)
+    want = ensemble(x)
+    for copied in (copy.deepcopy(ensemble), pickle.loads(pickle.dumps(ensemble))):
+        assert torch.equal(copied(x), want)
+    assert ensemble._shell.last is None
+    assert not hasattr(ensemble._shell, "seen")
+
+
 class Once(nn.Module):
     """Adds its buffer in the first call, and gives it up."""
 

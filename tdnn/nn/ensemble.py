@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tdnn._core import TensorDictBase
 from tdnn._keys import NestedKey, Path, as_key, listing
+from tdnn._transforms import is_transformed
 from tdnn.nn._faults import Told, arguments_in_words, place, title
 from tdnn.nn.base import TensorDictModuleBase, as_call, draw_anew
 from tdnn.nn.dispatch import dispatch
@@ -231,7 +232,14 @@ class EnsembleModule(TensorDictModuleBase):
         # The numbers of the members: a module may have no weights to map over.
         numbers = torch.arange(self.num_copies)
         mapped = torch.vmap(run, (0, 0, dims), randomness="different")
-        tensors, rebound = mapped(numbers, self.params_td, values)
+        before = (
+            [] if is_compiling() else [(part, dict(vars(part))) for part in self._shell.modules()]
+        )
+        try:
+            tensors, rebound = mapped(numbers, self.params_td, values)
+        finally:
+            for part, attributes in before:
+                _drop_tracers(vars(part), attributes)
         return _Ran(_together(tensors, outputs[0]), rebound, emptied)
 
     def _run_in_turn(self, values: list[Any], spec: Any) -> _Ran:
@@ -389,6 +397,17 @@ def _together(tensors: list[Tensor], like: _Output) -> Any:
     left = iter(tensors)
     values = [next(left) if value is _TENSOR else value for value in like.rest]
     return pytree.tree_unflatten(values, like.spec)
+
+
+def _drop_tracers(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Put back the attributes in which a forward kept tensors that are of no use after ``vmap``."""
+    for name, value in [(n, v) for n, v in now.items() if v is not before.get(n)]:
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        if any(map(is_transformed, tensors)):
+            if name in before:
+                now[name] = before[name]
+            else:
+                del now[name]
 
 
 def _versions(values: list[Any]) -> list[int]:
