@@ -228,9 +228,26 @@ def _joint(shapes: list[torch.Size]) -> torch.Size:
 
 
 def sliced(part: slice, n: int) -> int:
-    if part.step is not None and part.step <= 0:
-        raise ValueError(f"a slice needs a step of at least 1, not {part.step}; use td.flip")
-    return len(range(*part.indices(n)))
+    """Return the number of rows that a slice takes of ``n``."""
+    # By arithmetic, and not by slice.indices(), which would compile anew for each n.
+    start: int | None
+    stop: int | None
+    step: int | None
+    start, stop, step = part.start, part.stop, part.step
+    if start is None:
+        start = 0
+    elif start < 0:
+        start = max(start + n, 0)
+    if stop is None or stop > n:
+        stop = n
+    elif stop < 0:
+        stop += n
+    rows = max(stop - start, 0)
+    if step is None:
+        return rows
+    if step <= 0:
+        raise ValueError(f"a slice needs a step of at least 1, not {step}; use td.flip")
+    return -(-rows // step)
 
 
 def batch_dim(dim: int, size: torch.Size) -> int:

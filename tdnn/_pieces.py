@@ -310,7 +310,8 @@ class Pieces(TensorDictBase):
                     f"cannot split dim {dim} of batch size {tuple(size)} in steps of {split_size}"
                 )
             step = split_size or 1
-            lengths = [min(step, n - at) for at in range(0, n, step)] or [0]
+            full = max(-(-n // step) - 1, 0)
+            lengths = [step] * full + [n - step * full]
         else:
             lengths = [int(length) for length in split_size]
             if sum(lengths) != n or any(length < 0 for length in lengths):

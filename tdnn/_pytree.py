@@ -15,9 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from tdnn._columns import PLAIN
 from tdnn._core import Names, TensorDictBase
 from tdnn._declared import common_start
 from tdnn._keys import as_key
@@ -45,20 +47,24 @@ class Layout(NamedTuple):
 _layout = partial(tuple.__new__, Layout)
 
 
-class Structure:
-    """What a tree is besides its leaves; equal where the keys are, whatever the shapes."""
+class Structure(NamedTuple):
+    """What a tree is besides its leaves; equal where the keys are, whatever the shapes.
 
-    __slots__ = ("is_named", "root", "shapes")
+    A tuple, because that can be a constant in what ``torch.export`` traces.
+    """
 
-    def __init__(self, root: Layout, shapes: list[Shape | None], is_named: bool) -> None:
-        self.root = root
-        # Of all leaves; None for a leaf without one, as transforms also pass trees of ints
-        # (in_dims).
-        self.shapes = shapes
-        self.is_named = is_named  # whether any dim has a name
+    root: Layout
+    shapes: list[
+        Shape | None
+    ]  # of all leaves; None for what has none, as ints in a tree of in_dims
+    is_named: bool  # whether any dim has a name
+    is_traced: bool  # whether sizes may stand for others, as in what torch.export traces
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and _same_keys(self.root, other.root)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # a tuple has its own
 
     def __hash__(self) -> int:
         return hash(self.root.keys)
@@ -96,7 +102,7 @@ def _flatten(node: TensorDictBase) -> tuple[list[Any], Structure]:
     leaves: list[Any] = []
     names: list[Names] = []
     root = _taken_apart(node, leaves, names)
-    return leaves, Structure(root, _shapes(leaves), bool(names))
+    return leaves, Structure(root, _shapes(leaves), bool(names), is_exporting())
 
 
 def _taken_apart(node: TensorDictBase, leaves: list[Any], names: list[Names]) -> Layout:
@@ -121,6 +127,19 @@ def _shapes(leaves: list[Any]) -> list[Shape | None]:
     return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
+def _is_symbolic(leaves: list[Any], shapes: list[Shape | None]) -> bool:
+    """Return whether sizes may stand for any, so that to compare them would fix them."""
+    if is_exporting():
+        return True
+    if PLAIN.issuperset(map(type, leaves)):  # hot (test_vmap_mlp_speed): no need to look further
+        return False
+    return any([isinstance(n, torch.SymInt) for shape in shapes if shape for n in shape])
+
+
+def _depths(shapes: list[Shape | None]) -> list[int | None]:
+    return [None if shape is None else len(shape) for shape in shapes]
+
+
 def _flatten_with_keys(node: TensorDictBase) -> tuple[list[tuple[Any, Any]], Structure]:
     leaves, layout = _flatten(node)
     paths = [path for path, _ in node._leaves()]
@@ -133,11 +152,15 @@ def _flatten_with_keys(node: TensorDictBase) -> tuple[list[tuple[Any, Any]], Str
 
 def _unflatten(leaves: Iterable[Any], structure: Structure) -> TensorDictBase:
     values = list(leaves)
-    # The usual cases are told by comparing lists.
     now, before = _shapes(values), structure.shapes
+    symbolic = _is_symbolic(values, now)
+    same_depths = symbolic and _depths(now) == _depths(before)
+    if same_depths or (structure.is_traced and not is_exporting()):
+        return _resized(structure.root, iter(values))
+    # The usual cases are told by comparing lists.
     if any([isinstance(value, TensorDictBase) for value in values]):
         return _of_trees(structure.root, iter(values))
-    if now == before or now.count(None) == len(now):
+    if (not symbolic and now == before) or now.count(None) == len(now):
         return _built(structure.root, iter(values), None)
     size = structure.root.batch_size
     if (
@@ -146,13 +169,13 @@ def _unflatten(leaves: Iterable[Any], structure: Structure) -> TensorDictBase:
         and before == [None if shape is None else (size[0], *shape) for shape in now]
         and not dim_taken_off(values[0], before[0])  # the first, or unknown
     ):
-        return _built(structure.root, iter(values), {})
+        return _built(structure.root, iter(values), [size, size[1:]])
     pairs: Pairs = [
         (tuple(old), tuple(new))
         for old, new in zip(before, now, strict=True)
         if old is not None and new is not None
     ]
-    moves = _moves(pairs)
+    moves = _moves(pairs, most=1 if symbolic else None)
     if len(moves) > 1:  # equal sizes leave open which dim it was
         taken = {dim_taken_off(*pair) for pair in zip(values, before, strict=True)}
         moves = [move for move in moves if {move[0]} == taken] or moves
@@ -162,12 +185,13 @@ def _unflatten(leaves: Iterable[Any], structure: Structure) -> TensorDictBase:
 
 
 def _built(
-    layout: Layout, leaves: Iterator[Any], shorter: dict[torch.Size, torch.Size] | None
+    layout: Layout, leaves: Iterator[Any], shorter: list[torch.Size] | None
 ) -> TensorDictBase:
     """Return a node whose leaves have the shapes they had, or (``shorter``) lost their first dim
     (which had no name).
 
-    ``shorter`` remembers the batch sizes that were cut, as most nodes have the same.
+    ``shorter`` is the batch size that was last cut and what is left of it, as most nodes have the
+    same. (A dict of them would hash sizes, which torch.compile can do for fixed ones only.)
     """
     _, keys, size, _, names, branches = layout
     if branches is None:
@@ -178,10 +202,36 @@ def _built(
             for key in keys
         }
     if shorter is not None:
-        if size not in shorter:
-            shorter[size] = size[1:]
-        size = shorter[size]
+        if size != shorter[0]:
+            shorter[:] = size, size[1:]
+        size = shorter[1]
     return _node(layout, data, size, names)
+
+
+def _resized(layout: Layout, leaves: Iterator[Any]) -> TensorDictBase:
+    """Return a node whose leaves have as many dims as they had, but may have other sizes.
+
+    Such go into a program that ``torch.export`` traces for any size, and come out of it.
+    """
+    branches = layout.branches or {}
+    data = {
+        key: _resized(branches[key], leaves) if key in branches else next(leaves)
+        for key in layout.keys
+    }
+    silent = {key for key, branch in branches.items() if not _has_leaf(branch)}
+    depth = len(layout.batch_size)
+    tells = [data[key] for key in layout.keys if key not in silent]
+    told = [value.shape[:depth] for value in tells if isinstance(value, Tensor | TensorDictBase)]
+    size = common_start(told) if told else layout.batch_size
+    names = layout.names and (layout.names[: len(size)] or None)
+    for key in silent:
+        data[key]._declare_everywhere(size, names)
+    return _node(layout, data, size, names)
+
+
+def _has_leaf(layout: Layout) -> bool:
+    branches = layout.branches or {}
+    return len(layout.keys) > len(branches) or any(map(_has_leaf, branches.values()))
 
 
 def _of_trees(layout: Layout, leaves: Iterator[Any]) -> TensorDictBase:
@@ -249,13 +299,34 @@ def _node(layout: Layout, data: dict[str, Any], size: torch.Size, names: Names) 
     node: TensorDictBase = object.__new__(layout.kind)
     node._data, node._batch_size, node._names = data, size, names
     node._device, node._lock, node._scope = layout.device, None, None
+    if layout.device is not None:
+        _follow_device(node)
     return node
 
 
-def _moves(pairs: Pairs) -> list[Move]:
+def _follow_device(node: TensorDictBase) -> None:
+    """Declare the device that the entries have, if they have been moved to another one.
+
+    A branch without an entry cannot tell, and takes that of the node above it.
+    """
+    held: list[torch.device | None] = []
+    silent: list[TensorDictBase] = []
+    for value in node._data.values():
+        if isinstance(value, TensorDictBase) and not value._data:
+            silent.append(value)
+        elif isinstance(value, Tensor | TensorDictBase):
+            held.append(value.device)
+    if held and held.count(node._device) < len(held):
+        node._device = held[0] if held.count(held[0]) == len(held) else None
+        for value in silent:
+            value._declare_device(node._device)
+
+
+def _moves(pairs: Pairs, most: int | None = None) -> list[Move]:
     """Return the ways in which all shapes can have changed, the most likely first.
 
     Either a dim was taken off, or dims were put in, at one place that is the same for all.
+    ``most`` are looked for, as to look on fixes sizes that may stand for any.
     """
     changes = {len(new) - len(old) for old, new in pairs}
     change = changes.pop() if len(changes) == 1 else 0
@@ -263,9 +334,12 @@ def _moves(pairs: Pairs) -> list[Move]:
         return []
     found: list[Move] = []
     for at in range(max([len(old) for old, _ in pairs]) + 1):
-        put_in = {new[at : at + change] if change > 0 else () for _, new in pairs}
-        if len(put_in) == 1 and all([_explains(old, new, at, change) for old, new in pairs]):
-            found.append((at, change, put_in.pop()))
+        put_in = [new[at : at + change] if change > 0 else () for _, new in pairs]
+        same = all([dims == put_in[0] for dims in put_in])
+        if same and all([_explains(old, new, at, change) for old, new in pairs]):
+            found.append((at, change, put_in[0]))
+            if len(found) == most:
+                break
     return found
 
 
@@ -325,16 +399,22 @@ def _shared(size: torch.Size, names: Names, pairs: Pairs) -> tuple[torch.Size, N
 def _dump(structure: Structure) -> dict[str, Any]:
     return {
         "root": _dumped(structure.root),
-        "shapes": structure.shapes,
+        "shapes": [None if shape is None else _dumped_size(shape) for shape in structure.shapes],
         "is_named": structure.is_named,
+        "is_traced": structure.is_traced,
     }
+
+
+def _dumped_size(size: Shape) -> list[int]:
+    """Return a size as plain ints, with -1 for one that stands for any."""
+    return [n if type(n) is int else -1 for n in size]
 
 
 def _dumped(layout: Layout) -> dict[str, Any]:
     return {
         "kind": f"{layout.kind.__module__}.{layout.kind.__qualname__}",
         "keys": list(layout.keys),
-        "batch_size": list(layout.batch_size),
+        "batch_size": _dumped_size(layout.batch_size),
         "device": None if layout.device is None else str(layout.device),
         "names": None if layout.names is None else list(layout.names),
         "branches": {key: _dumped(branch) for key, branch in (layout.branches or {}).items()},
@@ -345,7 +425,7 @@ def _undump(dumped: dict[str, Any]) -> Structure:
     shapes: list[Shape | None] = [
         None if shape is None else torch.Size(shape) for shape in dumped["shapes"]
     ]
-    return Structure(_undumped(dumped["root"]), shapes, dumped["is_named"])
+    return Structure(_undumped(dumped["root"]), shapes, dumped["is_named"], dumped["is_traced"])
 
 
 def _undumped(dumped: dict[str, Any]) -> Layout:

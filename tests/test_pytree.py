@@ -234,3 +234,14 @@ def test_vmap_takes_off_the_dim_that_it_says_whatever_the_sizes(size, in_dim, na
     assert seen == [(shape[: len(kept)], [names[n] if named else None for n in kept])]
     want = torch.vmap(lambda x: (x + 1).sum(len(kept) - 1), in_dim)(x)
     assert torch.equal(found, want)
+
+
+def test_the_declared_device_follows_the_leaves():
+    td = TensorDict({"a": torch.zeros(2), "b": {"c": torch.zeros(2)}, "e": {}}, device="cpu")
+    there = pytree.tree_map(lambda leaf: leaf.to("meta"), td)
+    assert there.device == there["b"].device == torch.device("meta")
+    apart = pytree.tree_map_with_path(
+        lambda path, leaf: leaf.to("meta") if "c" in str(path) else leaf, td
+    )
+    assert (apart.device, apart["b"].device) == (None, torch.device("meta"))
+    assert pytree.tree_map(torch.neg, td).device == torch.device("cpu")
