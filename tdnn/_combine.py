@@ -262,6 +262,7 @@ def _check_dtypes(
         places = {x.device for column in lists for x in column} if len(lists) > 1 else ()
         if not complexes and len(places) < 2:
             return
+    _check_divisors(tree, fn, columns)
     tried = set()
     for row in _rows(columns):
         kind = tuple([(x.dtype, x.device, x.ndim > 0) for x in row if isinstance(x, Tensor)])
@@ -273,6 +274,19 @@ def _check_dtypes(
         except Exception as err:
             err.add_note(f"at the leaf {_in_words(tree, row[0])}; nothing has been written")
             raise
+
+
+def _check_divisors(tree: TensorDictBase, fn: Callable[..., Any], columns: list[Column]) -> None:
+    """Look for a division of integers by zero, of which torch tells only when it gets there."""
+    if fn not in (Tensor.floor_divide_, Tensor.remainder_) or torch.compiler.is_compiling():
+        return
+    for leaf, divisor in _rows(columns):
+        if leaf.dtype.is_floating_point or leaf.is_complex() or leaf.is_meta:
+            continue
+        if not (divisor.all() if isinstance(divisor, Tensor) else divisor):
+            raise ZeroDivisionError(
+                f"division by zero at the leaf {_in_words(tree, leaf)}; nothing has been written"
+            )
 
 
 def _small(x: Tensor) -> Tensor:

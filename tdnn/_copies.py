@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tdnn._core import TensorDictBase
 from tdnn._declared import as_device
+from tdnn._keys import as_key, listing
 
 __all__ = ["Copies"]
 
@@ -97,13 +98,22 @@ class Copies(TensorDictBase):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set the flag on every leaf that can have a gradient (float and complex), in place.
 
+        Raises:
+            RuntimeError: the gradient of a computed leaf was to be switched off; all are listed.
+
         Example:
             >>> td = TensorDict({"w": torch.ones(2), "step": 0}).requires_grad_()
             >>> td["w"].requires_grad, td["step"].requires_grad
             (True, False)
         """
         self._refuse_lost_writes()
-        for _, leaf in self._leaves():
+        computed = [] if requires_grad else [p for p, leaf in self._leaves() if not leaf.is_leaf]
+        if computed:
+            raise RuntimeError(
+                f"cannot switch off the gradient of {listing(map(as_key, computed))}, which were "
+                "computed from others; use detach()"
+            )
+        for leaf in self._values():
             if leaf.is_floating_point() or leaf.is_complex():
                 leaf.requires_grad_(requires_grad)
         return self
@@ -135,11 +145,14 @@ class Copies(TensorDictBase):
             True
         """
         self._refuse_lost_writes()
-        for _, leaf in self._leaves():
+        grads = None if set_to_none else self.grad
+        if grads is not None:
+            grads.detach().zero_()
+        for leaf in self._values():
             if set_to_none:
                 leaf.grad = None
-            elif leaf.grad is not None:
-                leaf.grad.detach_().zero_()
+            elif leaf.grad is not None and leaf.grad.requires_grad:
+                leaf.grad = leaf.grad.detach()
         return self
 
     def to(
@@ -186,7 +199,8 @@ class Copies(TensorDictBase):
         moved = self._rebuild(
             lambda leaf: leaf.to(place, dtype, non_blocking), self._batch_size, self._names
         )
-        moved._declare_device(place)
+        if device is not None:
+            moved._declare_device(place)
         return moved
 
     def cpu(self) -> Self:

@@ -63,10 +63,9 @@ class TensorDictBase(Declared):
                 raise TypeError(
                     f"{type(self).__name__} is made from a mapping or a tree, not {source!r}"
                 )
-        # Hot (test_creation_empty): the usual kind of size without a call. Of negative entries only
-        # the one that people write is looked for; no leaf would ever fit the others.
+        # Hot (test_creation_empty): the usual kind of size without a call.
         size = Size(batch_size) if type(batch_size) is tuple else as_size(batch_size)
-        if -1 in size:
+        if size and min(size) < 0:
             raise negative(size)
         self._batch_size = size
         if device is None:

@@ -30,6 +30,7 @@ from tdnn._dims import (
 )
 from tdnn._keys import NestedKey, Path, as_key, as_path
 from tdnn._marks import ABSENT
+from tdnn._node import extended
 from tdnn._writes import as_before, first_rows, put_at, refuse_meta
 
 __all__ = ["Indexing", "where"]
@@ -101,11 +102,11 @@ class Indexing(TensorDictBase):
 
     def _take(self, place: Any, size: torch.Size, names: Names) -> Self:
         """Return the tree of ``leaf[place]``, which has the batch size ``size``."""
-        if names is None and not is_compiling():
+        if not is_compiling():
             # Hot (test_getitem): to see afterwards that there are no ties is cheaper than to
             # look for each leaf whether it was there before.
             seen: list[int] = []
-            found = _picked(self, place, size, seen)
+            found = _picked(self, place, size, names, seen)
             if len(set(seen)) == len(seen):
                 return found
         return self._rebuild(operator.itemgetter(place), size, names)
@@ -390,19 +391,21 @@ class Indexing(TensorDictBase):
         return deliver(_where(self, condition, self, other), out)
 
 
-def _picked(node: Tree, place: Any, size: torch.Size, seen: list[int]) -> Tree:
-    """Return a new tree without names of ``leaf[place]``, and the leaves' ids in ``seen``."""
+def _picked(node: Tree, place: Any, size: torch.Size, names: Names, seen: list[int]) -> Tree:
+    """Return a new tree of ``leaf[place]``, and the leaves' ids in ``seen``."""
     data: dict[str, Any] = {}
     for key, value in node._data.items():
         if type(value) is Tensor or not isinstance(value, TensorDictBase):
             seen.append(id(value))
             data[key] = value[place]
         elif len(value._batch_size) == len(node._batch_size):
-            data[key] = _picked(value, place, size, seen)
+            data[key] = _picked(value, place, size, names, seen)
         else:
-            further = value._batch_size[len(node._batch_size) :]
-            data[key] = _picked(value, place, torch.Size((*size, *further)), seen)
-    return node._like(data, size, None)
+            depth = len(node._batch_size)
+            further = torch.Size((*size, *value._batch_size[depth:]))
+            called = extended(names, len(size), value, depth)
+            data[key] = _picked(value, place, further, called, seen)
+    return node._like(data, size, names)
 
 
 def _pick_rows(rows: Tensor, device: torch.device, leaf: Any) -> Any:

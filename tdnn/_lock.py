@@ -32,7 +32,8 @@ class Lockable(Node):
         """Forbid to add, remove, rename or replace entries, here and in every branch.
 
         Writing into the existing tensors (``set_``, ``update_``, ``add_``) stays possible. As a
-        context manager, restore on exit what was before.
+        context manager, restore on exit what was before; what another locked tree holds by then
+        stays locked.
 
         Example:
             >>> td = TensorDict({"a": 1})
@@ -105,6 +106,23 @@ class Lockable(Node):
         for branch in self._branches():
             branch._release()
 
+    def _let_go(self, holders: "tuple[Node, ...]", stay: list[Node]) -> None:
+        """Unlock this node and what is below it, but for what another locked tree holds.
+
+        Args:
+            holders: the nodes above that let it go.
+            stay: branches that were locked before, on their own or by another tree.
+        """
+        gone = (None, *holders)
+        held = self._lock or ()
+        others = [ref for ref in held if not any([ref() is node for node in gone])]
+        if others or any([self is branch for branch in stay]):
+            self._lock = others
+            return
+        self._lock = None
+        for branch in self._branches():
+            branch._let_go((*holders, self), stay)
+
     def _locked_branches(self) -> list[Node]:
         """Return the locked branches below this node, without those below another one."""
         found: list[Node] = []
@@ -154,10 +172,7 @@ class _Relock(Scope):
             if node._lock is None:
                 node._hold(None)
             return
-        node._refuse_held()
-        node._release()
-        for branch in self._locked_branches:
-            cast(Lockable, branch)._hold(None)
+        node._let_go((), self._locked_branches)
 
 
 def locked(action: str) -> LockedError:

@@ -185,7 +185,8 @@ class Node:
                 data[key] = value._rebuild(fn, batch_size, names, memo, tag)
             else:
                 further = torch.Size((*batch_size, *value._batch_size[depth:]))
-                data[key] = value._rebuild(fn, further, extended(names, value, depth), memo, tag)
+                called = extended(names, len(batch_size), value, depth)
+                data[key] = value._rebuild(fn, further, called, memo, tag)
         return self._like(data, batch_size, names)
 
     def _shallow_copy(self) -> Self:
@@ -268,9 +269,11 @@ def itself(value: Any) -> Any:
     return value
 
 
-def extended(names: Names, branch: Node, depth: int) -> Names:
-    """Return the names of a branch whose dims before ``depth`` are now called ``names``."""
+def extended(names: Names, count: int, branch: Node, depth: int) -> Names:
+    """Return the names of a branch in which ``count`` dims, called ``names``, replace the first
+    ``depth``.
+    """
     own = branch._names
     if names is None:
-        return None if own is None or not any(own[depth:]) else (*[None] * depth, *own[depth:])
+        return None if own is None or not any(own[depth:]) else (*[None] * count, *own[depth:])
     return (*names, *(own or (None,) * len(branch._batch_size))[depth:])

@@ -162,7 +162,7 @@ def _walk(
         column = [node._data[key] for node in nodes]
         if isinstance(value, TensorDictBase):
             further, called = _beyond(column, depth)
-            inner = None if names is None else (*names, *called)
+            inner = (*(names or (None,) * len(size)), *called) if names or any(called) else None
             data[key] = _walk(column, join, torch.Size((*size, *further)), inner, memo)
         else:
             data[key] = _once(join, column, memo)
@@ -204,8 +204,9 @@ def _explain(nodes: Sequence[TensorDictBase], action: str) -> None:
     for at, table in enumerate(tables):
         lacks = [as_key(path) for path in first if path not in table]
         adds = [as_key(path) for path in table if path not in first]
-        if lacks or adds:
-            faults.append(f"tree {at} lacks {listing(lacks)} and adds {listing(adds)}")
+        found = [f"lacks {listing(lacks)}"] * bool(lacks) + [f"adds {listing(adds)}"] * bool(adds)
+        if found:
+            faults.append(f"tree {at} {' and '.join(found)}")
     if faults:
         raise MissingKeyError(
             f"cannot {action}, the keys differ from those of tree 0: {'; '.join(faults)}"
@@ -361,7 +362,7 @@ class Pieces(TensorDictBase):
             if isinstance(value, Pieces):
                 further = value._batch_size[depth:]
                 inner = [torch.Size((*size, *further)) for size in sizes] if further else sizes
-                called = extended(names, value, depth)
+                called = extended(names, len(sizes[0]) if sizes else 0, value, depth)
                 pieces = value._fan(fn, inner, called, memo)
             elif value in memo:
                 pieces = memo[value]

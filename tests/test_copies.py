@@ -264,3 +264,33 @@ def test_copies_keep_the_names_of_dims_that_only_a_branch_has():
     td = TensorDict({"n": branch}, [2])
     for made in (td.clone(), td.detach(), td.data, td.double(), torch.zeros_like(td)):
         assert made["n"].names == [None, "time"]
+
+
+def test_switching_off_the_gradient_of_computed_leaves_changes_nothing_and_lists_them():
+    leaf = torch.ones(2, requires_grad=True)
+    td = TensorDict({"p": leaf, "q": leaf * 2, "b": {"r": leaf + 1}})
+    with pytest.raises(RuntimeError, match=r"gradient of \['q', \('b', 'r'\)\].*use detach"):
+        td.requires_grad_(False)
+    assert leaf.requires_grad
+
+
+def test_gradients_that_cannot_be_written_are_listed_before_one_is_filled():
+    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+    one.grad, two.grad = torch.ones(2), torch.ones(1).expand(2)
+    with pytest.raises(RuntimeError, match="'two'"):
+        TensorDict({"one": one, "two": two}).zero_grad(set_to_none=False)
+    assert one.grad.tolist() == [1, 1]
+
+
+def test_filling_gradients_takes_them_out_of_the_graph_that_made_them():
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = weight**3
+    TensorDict({"w": weight}).zero_grad(set_to_none=False)
+    assert (weight.grad.tolist(), weight.grad.requires_grad) == ([0, 0], False)
+
+
+def test_a_cast_keeps_the_device_of_a_branch():
+    td = TensorDict({"a": TensorDict({"x": torch.ones(2)}, device="cpu"), "b": torch.ones(2)})
+    for cast in (td.double(), td.to(torch.float64)):
+        assert (cast.device, cast["a"].device) == (None, torch.device("cpu"))
+    assert td.to("cpu")["a"].device == torch.device("cpu")

@@ -392,3 +392,9 @@ def test_a_tree_is_empty_without_a_leaf(td):
 def test_a_tree_has_no_truth_value():
     with pytest.raises(RuntimeError, match=r"no truth value; use td.is_empty\(\)"):
         bool(TensorDict({}))
+
+
+@pytest.mark.parametrize("size", [(-2,), [-2], torch.Size([3, -1]), (3, -7)])
+def test_a_batch_size_has_no_negative_entries_however_it_is_given(size):
+    with pytest.raises(ValueError, match="no negative entries"):
+        TensorDict({}, size)

@@ -237,3 +237,25 @@ def test_a_compiled_function_unlocks_any_tree_without_compiling_again():
         assert add(tree).tolist() == [n + 1.0] * 2
         assert tree.is_locked
     assert counter.frame_count == 1
+
+
+def test_a_lock_on_a_branch_that_another_tree_holds_ends_with_its_block():
+    shared = TensorDict({"x": 1})
+    other = TensorDict({"s": shared}).lock_()
+    tree = TensorDict({"s": shared, "b": {"c": 2}})
+    with pytest.raises(KeyError, match="mine"), tree.lock_():
+        raise KeyError("mine")
+    assert not tree.is_locked
+    assert not tree["b"].is_locked
+    assert shared.is_locked
+    other.unlock_()
+    assert not shared.is_locked
+
+
+def test_what_a_tree_locked_in_the_block_holds_stays_locked():
+    tree = TensorDict({"b": {"c": 2}, "d": {"e": 3}})
+    with tree.lock_():
+        other = TensorDict({"held": tree["b"]}, lock=True)
+    assert (tree.is_locked, tree["b"].is_locked, tree["d"].is_locked) == (False, True, False)
+    other.unlock_()
+    assert not tree["b"].is_locked

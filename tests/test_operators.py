@@ -239,3 +239,14 @@ def test_an_in_place_method_with_a_tensor_traces_in_place():
     expected = held + 1
     compiled(lambda a, b: a.add_(b))(tree, torch.ones(3))
     torch.testing.assert_close(held, expected)
+
+
+@pytest.mark.parametrize("divide", [operator.ifloordiv, operator.imod])
+@pytest.mark.parametrize("divisor", [0, torch.tensor(0), {"a": 2.0, "b": torch.tensor([0, 2])}])
+def test_a_division_of_integers_by_zero_is_found_before_the_first_write(divide, divisor):
+    td = TensorDict({"a": torch.tensor([5.0, 7.0]), "b": torch.tensor([5, 7])})
+    given = TensorDict(divisor) if isinstance(divisor, dict) else divisor
+    with pytest.raises(ZeroDivisionError, match=r"at the leaf 'b'.*nothing has been written"):
+        divide(td, given)
+    assert (td["a"].tolist(), td["b"].tolist()) == ([5, 7], [5, 7])
+    assert divide(td, 2)["b"].tolist() == divide(torch.tensor([5, 7]), 2).tolist()
