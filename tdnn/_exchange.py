@@ -3,6 +3,7 @@
 An exchange is planned and checked as a whole, then written slot by slot, and undone the same way.
 """
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -318,12 +319,14 @@ class SlotExchange(Exchange):
     def _write_back(self, turn: Turn, left: list[Any], filled: list[Filled]) -> None:
         """Put what was assigned to the slots during the block into the tree; all or nothing."""
         plan = turn.plan
+        # What the slots held before is no news, but an early way back; None is, if it is alone.
+        is_back = all(map(operator.is_, left, turn.at_start))
         changed = [
             (home, key, value)
             for value, leaf, own, home, key in zip(
                 left, turn.new, turn.at_start, plan.homes, plan.keys, strict=True
             )
-            if value is not leaf and value is not own  # which is no news, but an early way back
+            if value is not leaf and (value is not own or (own is None and not is_back))
         ]
         places = {id(home): (path, node) for path, node, home in nodes_of(self._tree, ())}
         refused = []

@@ -147,3 +147,36 @@ def test_what_the_module_adds_fits_the_tree(add):
         add(params, "w2", TensorDictParams({"x": 1.0}, lock=True))
     add(params, "w2", nn.Parameter(torch.zeros(2, 5)))
     assert_one(params)
+
+
+def test_a_new_value_of_a_parameter_is_a_parameter_whatever_plain_tensors_become():
+    params = TensorDictParams(TensorDict.from_module(nn.Linear(4, 2)), no_convert=True)
+    params["bias"].requires_grad_(False)
+    plain = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
+    writes = [
+        lambda: params.update(plain),
+        lambda: [params.set(key, value) for key, value in plain.items()],
+        lambda: [params.__setitem__(key, value) for key, value in plain.items()],
+    ]
+    for write in writes:
+        write()
+        assert {n: p.requires_grad for n, p in params.named_parameters()} == {
+            "weight": True,
+            "bias": False,
+        }
+    with params.flatten_keys(".") as view:
+        view["weight"] = torch.zeros(2, 4)
+        view["extra"] = torch.zeros(1)
+    assert [name for name, _ in params.named_parameters()] == ["weight", "bias"]
+    assert [name for name, _ in params.named_buffers()] == ["extra"]
+    params["weight"] = nn.Buffer(torch.ones(2, 4))  # asked for
+    assert [name for name, _ in params.named_parameters()] == ["bias"]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda p: p.clone(), None])
+def test_a_copy_knows_which_buffers_are_not_saved(duplicate):
+    params = TensorDictParams({"w": torch.zeros(2), "b": {"v": torch.zeros(2)}})
+    params["b"].register_buffer("cache", torch.ones(1), persistent=False)
+    made = params.clone(False) if duplicate is None else duplicate(params)
+    assert list(made.state_dict()) == ["w", "b.v"]
+    assert ("b", "cache") in made

@@ -268,3 +268,16 @@ def test_an_order_of_names_that_was_changed_between_two_blocks_stays():
     with params.to_module(net):
         net(torch.ones(1, 4))
     assert same(before, exact(net))
+
+
+@pytest.mark.parametrize("held", [None, torch.zeros(2)])
+def test_a_buffer_that_a_block_sets_to_none_leaves_the_tree_whatever_the_module_held(held):
+    net = nn.Linear(2, 2)
+    net.register_buffer("h", held)
+    tree = TensorDict({"bias": torch.zeros(2), "h": torch.ones(2)})
+    with tree.to_module(net):
+        net.h = None
+    assert list(tree.keys()) == ["bias"]
+    assert net.h is held
+    with TensorDict({"h": torch.ones(2)}, lock=True).to_module(net) as locked:
+        assert net.h is locked["h"]

@@ -71,8 +71,9 @@ class EnsembleModule(TensorDictModuleBase):
             in eval.
 
     Raises:
-        ValueError: ``num_copies`` is less than 1; parameters are not initialised; or no
-            ``reset_parameters`` reaches some weights, so that all members would start alike.
+        ValueError: ``num_copies`` is less than 1; parameters are not initialised; an embedding is
+            ``sparse``; or no ``reset_parameters`` reaches some weights, so that all members would
+            start alike (a weight of one element, or of equal ones, counts as a constant).
         TypeError: ``module`` is no ``nn.Module``, or a ``ScriptModule``.
 
     Example:
@@ -104,7 +105,7 @@ class EnsembleModule(TensorDictModuleBase):
         for member in members:
             (parameter_init_function or draw_anew)(member)
         self.params_td = TensorDict.from_modules(*members, as_module=True, lock=False)
-        _mark_not_persistent(module, self.params_td)
+        _mark_not_persistent(members[0], self.params_td)
         self.training = module.training
         if parameter_init_function is None:
             _refuse_equal_members(module, self.params_td)
@@ -112,7 +113,8 @@ class EnsembleModule(TensorDictModuleBase):
         self.expand_input = expand_input
         self.vectorize = vectorize and not any([_is_not_mapped(part) for part in module.modules()])
         # In __dict__, so that it is no submodule: its parameters are not this module's.
-        self.__dict__["_shell"] = _without_memory(module)
+        # A member, as it may be without a bias that the module has.
+        self.__dict__["_shell"] = _without_memory(members[0])
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -442,6 +444,16 @@ def _refuse_unfit(module: nn.Module, num_copies: int) -> None:
             f"{title(module)} is or holds one; take the module that was scripted"
         )
     held = chain(module.named_parameters(), module.named_buffers())
+    sparse = [
+        name or title(module)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    ]
+    if sparse:
+        raise ValueError(
+            f"EnsembleModule: {listing(sparse)} would give sparse gradients, which cannot flow "
+            "into the stacked weights of all members; make it with sparse=False"
+        )
     lazy = [name for name, tensor in held if is_lazy(tensor)]
     if lazy:
         raise ValueError(

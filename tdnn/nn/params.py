@@ -31,7 +31,8 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
     Args:
         parameters: a tree or mapping; its tensors are taken, not copied.
         no_convert: a tensor that is no ``nn.Parameter`` becomes a buffer. Otherwise floating
-            point and complex ones become parameters (but an ``nn.Buffer`` does not).
+            point and complex ones become parameters (but an ``nn.Buffer`` does not). A new value
+            of a parameter is a parameter either way, and requires grad if that did.
         lock: lock the tree.
         **kwargs: the entries, in place of ``parameters``.
 
@@ -104,6 +105,8 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
             store, value = branches, self._as_branch(value)
         elif isinstance(value, Parameter):
             store = parameters
+        elif key in parameters and _is_trainable(value) and not isinstance(value, Buffer):
+            store, value = parameters, Parameter(value, parameters[key].requires_grad)
         elif isinstance(value, Buffer) or self.no_convert or not _is_trainable(value):
             store = buffers
         elif key in buffers:  # a new value of a buffer is a buffer
@@ -125,9 +128,12 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
             store.pop(key, None)
 
     def _refill(self, data: dict[str, Any]) -> None:
+        before = dict(self._parameters)
         for store in self._dicts():
             store.clear()
         for key, value in data.items():
+            if key in before:  # then it is known what a new value is to be
+                self._parameters[key] = before[key]
             self._put(key, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -200,8 +206,10 @@ class TensorDictParams(TensorDict, nn.Module):  # type: ignore[misc]  # apply an
         """
         tree = self._rebuild(_copied if recurse else itself, self._batch_size, self._names)
         made = TensorDictParams(tree, no_convert=True)
-        for node in made.modules():
+        twins = dict(self.named_modules(remove_duplicate=False))
+        for name, node in made.named_modules(remove_duplicate=False):
             object.__setattr__(node, "no_convert", self.no_convert)
+            node._non_persistent_buffers_set = set(twins[name]._non_persistent_buffers_set)
         return cast(Self, made)
 
     def __getstate__(self) -> tuple[Any, ...]:
