@@ -1,5 +1,6 @@
 """One safetensors file: what comes back, how it is mapped and written, what is refused."""
 
+import json
 import os
 import pickle
 import stat
@@ -519,3 +520,13 @@ def test_a_leaf_whose_storage_is_too_short_is_refused(tmp_path, size):
     view = torch.arange(12.0).view(3, 4)[1:, ::2]
     TensorDict({"a": view}).save(tmp_path / "tree.safetensors")
     assert torch.equal(TensorDict.load(tmp_path / "tree.safetensors")["a"], view)
+
+
+def test_four_bit_floats_of_other_programs_are_read_two_in_a_byte(path):
+    data = bytes(range(6))
+    entry = {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]}
+    header = json.dumps({"w": entry}).encode().ljust(64)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    leaf = TensorDict.load(path)["w"]
+    assert (leaf.shape, leaf.dtype) == ((3, 2), torch.float4_e2m1fn_x2)
+    assert bytes(leaf.view(torch.uint8).flatten().tolist()) == data

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 from zoo import Counter, blank, chain, equal, exact, rebind, same, values, warmed, weights_of
 
 from tdnn import TensorDict
+from tdnn.errors import SwapError
 
 
 def opened(params, net):
@@ -279,5 +280,5 @@ def test_a_buffer_that_a_block_sets_to_none_leaves_the_tree_whatever_the_module_
         net.h = None
     assert list(tree.keys()) == ["bias"]
     assert net.h is held
-    with TensorDict({"h": torch.ones(2)}, lock=True).to_module(net) as locked:
-        assert net.h is locked["h"]
+    with pytest.raises(SwapError, match="assigned to"), tree.lock_().to_module(net):
+        net.bias = None

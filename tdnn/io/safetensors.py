@@ -477,6 +477,9 @@ def _place(name: str, entry: Any, parted: str | None, start: int) -> _Place:
             raise FileFormatError(f"the entry of {name!r} has no dtype, shape and data_offsets")
     if parted is None:
         dtype = _DTYPES.get(code)
+        if code == "F4" and shape and type(shape[-1]) is int and shape[-1] % 2 == 0:
+            # The format counts numbers, of which torch keeps two in a byte.
+            dtype, shape = torch.float4_e2m1fn_x2, [*shape[:-1], shape[-1] // 2]
         if dtype is None:
             raise FileFormatError(f"{name!r} has the unknown dtype {code!r}")
     else:
