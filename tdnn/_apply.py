@@ -241,7 +241,12 @@ class _Run:
                 continue
             given = self.call(path, value, rest)
             if given is not None:
-                result._data[key] = result._admit(given, as_key(path))
+                try:
+                    result._data[key] = result._admit(given, as_key(path))
+                except ValueError as err:
+                    if size and self.batch_size is None:
+                        err.add_note("if fn changes the batch dims, give apply(batch_size=...)")
+                    raise
         emptied = not result._data and (bool(node._data) or self.filter_empty is True)
         return None if emptied and self.filter_empty is not False else result
 

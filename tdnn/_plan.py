@@ -39,6 +39,7 @@ __all__ = [
 Slots: TypeAlias = dict[str, Any]
 
 SETATTR: Any = nn.Module.__setattr__
+_MOST_FAULTS = 20  # that an error lists
 UNINITIALISED = (UninitializedParameter, UninitializedBuffer)
 
 
@@ -410,9 +411,21 @@ def _refuse_scripts(root: nn.Module) -> None:
 def refuse(tree: TensorDictBase, root: nn.Module) -> NoReturn:
     """Raise the error that lists all entries of a tree without a place in a module."""
     faults = _faults(tree, root, ())
+    advice = []
+    shown = _MOST_FAULTS
     if any([key.partition(".")[0] in root._modules for key in tree._data if "." in key]):
-        faults.insert(0, "its names are nested keys, use unflatten_keys('.')")
-    raise MissingKeyError(f"cannot swap into {module_title(root)}: {'; '.join(faults)}")
+        advice.append("its names are nested keys, use unflatten_keys('.')")
+        shown = 3
+    # Wrappers, such as torch.compile's, have the net below a name of their own.
+    for key, child in root._modules.items():
+        if child is not None and not _faults(tree, child, ()):
+            advice.append(f"the names are those of its submodule {key!r}, swap into that")
+    for key, branch in tree._data.items():
+        if isinstance(branch, TensorDictBase) and not _faults(branch, root, ()):
+            advice.append(f"the branch {key!r} of the tree fits, swap that")
+    if len(faults) > shown:
+        faults[shown:] = [f"and {len(faults) - shown} more"]
+    raise MissingKeyError(f"cannot swap into {module_title(root)}: {'; '.join([*advice, *faults])}")
 
 
 def _faults(tree: TensorDictBase, module: nn.Module, above: Path) -> list[str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tdnn._core import TensorDictBase
 from tdnn._dims import batch_dim
+from tdnn._keys import as_key, listing
 
 __all__ = ["Reduce"]
 
@@ -126,11 +127,20 @@ class Reduce(TensorDictBase):
         Args:
             dtype: cast the leaves to it first; needed for integers.
 
+        Raises:
+            RuntimeError: leaves hold integers and there is no ``dtype``; all are listed.
+
         Example:
             >>> TensorDict({"x": torch.tensor([3.0, 4.0])}).norm()["x"]
             tensor(5.)
         """
         if dtype is None:
+            whole = [p for p, x in self._leaves() if not (x.is_floating_point() or x.is_complex())]
+            if whole:
+                raise RuntimeError(
+                    f"a norm is of floating point numbers, and {listing(map(as_key, whole))} holds "
+                    "others; give norm(dtype=torch.float32)"
+                )
             return self._whole(torch.linalg.vector_norm)
         return self._whole(lambda leaf: torch.linalg.vector_norm(leaf.to(dtype)))
 

@@ -117,8 +117,11 @@ def test_the_result_may_have_another_batch_size_device_and_names():
     assert doubled.device == doubled["b"].device == doubled["b", "c"].device
     assert doubled["a"].device.type == "meta"
     before = state(td)
-    with pytest.raises(ValueError, match=r"'a': shape \(\) does not begin with the batch size"):
+    with pytest.raises(
+        ValueError, match=r"'a': shape \(\) does not begin with the batch size"
+    ) as told:
         td.apply(torch.sum)
+    assert told.value.__notes__ == ["if fn changes the batch dims, give apply(batch_size=...)"]
     assert state(td) == before
 
 

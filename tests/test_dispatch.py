@@ -340,5 +340,8 @@ def test_a_dict_in_place_of_a_tree_is_told_to_become_one():
     module = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"])
     with pytest.raises(TypeError, match=r"takes a tree, or tensors, not a dict; give TensorDict\("):
         module({"x": torch.ones(3)})
+    deep = TensorDictModule(torch.add, in_keys=[("s", "x"), ("s", "y")], out_keys=["z"])
+    with pytest.raises(TypeError, match=r"takes a tree, or tensors, not a dict; give TensorDict\("):
+        deep({"s": {"x": torch.ones(3), "y": torch.ones(3)}})
     nested = TensorDictModule(lambda tree: tree["x"], in_keys=["inner"], out_keys=["y"])
     assert nested({"x": torch.ones(3)}).shape == (3,)

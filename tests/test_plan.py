@@ -46,6 +46,23 @@ def test_joined_names_are_told_to_be_nested_first():
         assert not net[0].weight.any()
 
 
+def test_names_that_fit_a_part_are_told_where_they_belong():
+    net = chain()
+    params = blank(net)
+    wrapped = nn.Sequential()
+    wrapped.add_module("inner", net)
+    with pytest.raises(MissingKeyError, match=r"those of its submodule 'inner', swap into that; "):
+        params.to_module(wrapped)
+    with pytest.raises(MissingKeyError, match=r"the branch 'module' of the tree fits, swap that; "):
+        TensorDict({"module": params}).to_module(net)
+
+
+def test_an_error_lists_the_first_faults_and_how_many_follow():
+    params = TensorDict({f"w{n}": 0.0 for n in range(100)})
+    with pytest.raises(MissingKeyError, match=r"unknown 'w19'; and 80 more$"):
+        params.to_module(nn.Linear(2, 2))
+
+
 def test_the_error_names_what_a_linear_module_maps():
     with pytest.raises(
         MissingKeyError,

@@ -204,3 +204,11 @@ def test_reductions_run_under_vmap_and_trace():
         else:
             torch.testing.assert_close(got, expected)
             torch.testing.assert_close(rows, torch.stack(each))
+
+
+def test_a_norm_of_integers_names_them_and_needs_a_dtype():
+    td = TensorDict({"a": torch.ones(4), "b": {"count": torch.tensor([3, 4])}})
+    with pytest.raises(RuntimeError, match=r"\[\('b', 'count'\)\] holds others.*dtype="):
+        td.norm()
+    norms = td.norm(dtype=torch.float32)
+    assert (norms["a"], norms["b", "count"]) == (2, 5)

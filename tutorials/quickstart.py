@@ -49,11 +49,11 @@ def main() -> None:
     print(fill(f"Test accuracy of each member: {alone}", 100), end="\n\n")
     print(
         f"Trained {options.members} networks in one on {len(train):,} images of digits "
-        f"({time.perf_counter() - start:.0f} s in all).\n"
+        f"({time.perf_counter() - start:.0f} s after the imports).\n"
         f"{in_words(result)}\n"
         "Renamed the stage encoder to backbone: a net with that name predicts the very same.\n"
         f"Its weights: {weights}\n"
-        f"A picture of all this: {picture}"
+        f"The training curves and the most uncertain digits: {picture}"
     )
 
 
@@ -67,7 +67,7 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     number = {"metavar": "N"}
-    parser.add_argument("--members", type=_at_least(2), default=8, help="networks", **number)
+    parser.add_argument("--members", type=_at_least(2), default=8, help="networks, 2 or more", **number)
     parser.add_argument("--epochs", type=_at_least(1), default=15, help="training passes", **number)
     parser.add_argument(
         "--batch-size", type=_at_least(1), default=64, help="images in a step", **number
@@ -238,7 +238,8 @@ def draw(path: Path, curves: TensorDict, test: TensorDict, result: TensorDict) -
     top, bottom = figure.subfigures(2, 1, height_ratios=[5, 4], hspace=0.04)
     losses, accuracies, doubts = top.subplots(1, 3)
     draw_curves(losses, curves["loss"], curves["loss"].mean(1), "mean of members")
-    losses.set(title="Training loss", ylabel="cross-entropy (nats)", ylim=(0, None))
+    top = 1.1 * curves["loss"].max().item()
+    losses.set(title="Training loss", ylabel="cross-entropy (nats)", ylim=(0, top))
     draw_curves(accuracies, 100 * curves["alone"], 100 * curves["together"], "ensemble")
     accuracies.set(title="Test accuracy", ylabel="right answers (%)")
     draw_doubts(doubts, result["entropy"], result["right"])

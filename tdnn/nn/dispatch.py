@@ -209,7 +209,8 @@ class _Dispatcher:
         kwargs: dict[str, Any],
     ) -> dict[Any, Any]:
         """Return each input with its key, or say which arguments do not fit."""
-        if args and isinstance(args[0], Mapping) and any([key in args[0] for key in source]):
+        given_map = args[0] if args and isinstance(args[0], Mapping) else ()
+        if given_map and any([as_path(key)[0] in given_map for key in source]):
             kind = type(args[0]).__name__
             raise TypeError(
                 Told(f"{title(owner)} takes a tree, or tensors, not a {kind}; give TensorDict(...)")
