@@ -15,7 +15,7 @@ from tdnn._keys import NestedKey, Path, as_key, as_path, hint, listing
 from tdnn._lock import locked
 from tdnn._marks import ABSENT
 from tdnn._node import IsLeaf, Names, Scope
-from tdnn._writes import Write, obstacle, write
+from tdnn._writes import Write, refuse_unwritable, write
 from tdnn.errors import KeyConflictError, MissingKeyError
 
 __all__ = [
@@ -447,7 +447,7 @@ class TensorDictBase(Declared):
         return self
 
     def _copies(self, key: NestedKey, target: Any, item: Any) -> list[Write]:
-        """Return what an in-place write copies where, after checking that all of it fits."""
+        """Return what an in-place write copies where, after checking that shapes fit."""
         if type(target) is not Tensor and isinstance(target, TensorDictBase):
             if not isinstance(item, TREES):
                 raise TypeError(f"{key!r} is a branch; write a tree or a mapping into it")
@@ -460,9 +460,6 @@ class TensorDictBase(Declared):
                 f"key {key!r}: cannot write shape {tuple(value.shape)} into "
                 f"shape {tuple(target.shape)} in place"
             )
-        why = obstacle(target)
-        if why is not None:
-            raise RuntimeError(f"cannot write in place into [{key!r}]: {why}")
         return [(target, value, key)]
 
     def _all_copies(self, entries: Iterable[tuple[Any, Any]], above: Path = ()) -> list[Write]:
@@ -480,14 +477,7 @@ class TensorDictBase(Declared):
         """Return the leaves, to be written in place, or raise an error that lists the unfit."""
         self._refuse_lost_writes()
         leaves = self._leaves()
-        found = [(path, obstacle(leaf)) for path, leaf in leaves]
-        faults: dict[str, list[NestedKey]] = {}
-        for path, why in found:
-            if why is not None:
-                faults.setdefault(why, []).append(as_key(path))
-        if faults:
-            texts = [f"{listing(keys)}: {why}" for why, keys in faults.items()]
-            raise RuntimeError(f"cannot write in place into {'; '.join(texts)}")
+        refuse_unwritable([(leaf, as_key(path)) for path, leaf in leaves])
         return [leaf for _, leaf in leaves]
 
     def __delitem__(self, key: NestedKey) -> None:

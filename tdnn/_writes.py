@@ -19,9 +19,9 @@ __all__ = [
     "as_before",
     "first_rows",
     "is_writable",
-    "obstacle",
     "put_at",
     "refuse_meta",
+    "refuse_unwritable",
     "same_value",
     "write",
 ]
@@ -35,8 +35,10 @@ def write(writes: list[Write], non_blocking: bool = False) -> None:
     A value that is itself one of the leaves is read as it was before.
 
     Raises:
+        RuntimeError: torch forbids to write into a leaf; all are listed.
         ValueError: two values for one tensor differ, or a value is on the meta device.
     """
+    refuse_unwritable([(leaf, key) for leaf, _, key in writes])
     if len(writes) > 1:
         # Hot (test_update__nested): a set of ids takes two thirds of the time of one of tensors.
         tag: Callable[[Any], Any] = itself if is_compiling() else id
@@ -65,6 +67,18 @@ def refuse_meta(writes: Iterable[Write]) -> None:
             f"cannot write the values for {listing(without)}: they are on the meta device, which "
             "has none; nothing was written"
         )
+
+
+def refuse_unwritable(leaves: Iterable[tuple[Tensor, NestedKey]]) -> None:
+    """Raise if torch forbids to write into a leaf; all are listed, each with its key."""
+    faults: dict[str, list[NestedKey]] = {}
+    for leaf, key in leaves:
+        why = obstacle(leaf)
+        if why is not None:
+            faults.setdefault(why, []).append(key)
+    if faults:
+        texts = [f"{listing(keys)}: {why}" for why, keys in faults.items()]
+        raise RuntimeError(f"cannot write in place into {'; '.join(texts)}")
 
 
 def _overlap(one: Tensor, two: Tensor) -> bool:

@@ -178,3 +178,13 @@ def test_copies_of_a_tie_are_a_tie():
     td = TensorDict().update({"a": tied, "b": {"c": tied}, "d": torch.ones(2)}, clone=True)
     assert td["a"] is td["b", "c"]
     assert td["a"] is not tied
+
+
+def test_all_leaves_that_cannot_be_written_are_listed_and_none_is():
+    td = TensorDict({"a": torch.zeros(2), "b": {"c": torch.nn.Parameter(torch.zeros(2))}})
+    td["d"] = torch.nn.Parameter(torch.zeros(2))
+    new = {"a": torch.ones(2), "b": {"c": torch.ones(2)}, "d": torch.ones(2)}
+    for write in (td.update_, lambda new: td.update(new, inplace=True)):
+        with pytest.raises(RuntimeError, match=r"into \[\('b', 'c'\), 'd'\]: requires_grad is set"):
+            write(new)
+    assert td["a"].tolist() == [0, 0]

@@ -67,7 +67,9 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     number = {"metavar": "N"}
-    parser.add_argument("--members", type=_at_least(2), default=8, help="networks, 2 or more", **number)
+    parser.add_argument(
+        "--members", type=_at_least(2), default=8, help="networks, 2 or more", **number
+    )
     parser.add_argument("--epochs", type=_at_least(1), default=15, help="training passes", **number)
     parser.add_argument(
         "--batch-size", type=_at_least(1), default=64, help="images in a step", **number
