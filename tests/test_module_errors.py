@@ -308,3 +308,14 @@ def test_titles_name_what_is_wrapped():
         with pytest.raises(ValueError, match="no") as info:
             module(tree())
         assert notes(info) == f"{title} read 'x' float32 (2,)"
+
+
+def test_one_value_for_a_whole_batch_is_told_to_go_without_batch_dims():
+    module = TensorDictModule(lambda x: x.mean(), ["x"], ["loss"])
+    with pytest.raises(ValueError, match="does not begin with the batch size") as info:
+        module(TensorDict({"x": torch.ones(3)}, [3]))
+    assert notes(info).endswith(
+        "wrote 'loss' float32 () to TensorDict (3,); for one value of the whole batch, give a tree "
+        "without batch dims"
+    )
+    assert module(TensorDict({"x": torch.ones(3)}))["loss"] == 1

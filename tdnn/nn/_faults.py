@@ -132,6 +132,8 @@ def outputs_in_words(keys: Iterable[NestedKey], values: Iterable[Any], tree: Ten
     pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key != "_"]
     wrote = ", ".join([f"{key!r} {in_words(value)}" for key, value in pairs])
     advice = "; the key '_' drops an output" if any([value is None for _, value in pairs]) else ""
+    if tree._batch_size and any([isinstance(v, Tensor) and not v.ndim for _, v in pairs]):
+        advice += "; for one value of the whole batch, give a tree without batch dims"
     return f"wrote {wrote} to {in_words(tree)}{advice}"
 
 
