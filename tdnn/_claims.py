@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tdnn._plan import module_title
+from tdnn._transforms import is_transformed
 from tdnn.errors import SwapError
 
 __all__ = [
@@ -40,7 +41,16 @@ SlotId: TypeAlias = tuple[int, str]  # the id of a dict of a module, and a key
 class Claim(ABC):
     """A module that is in a swap of a thread, until it is released or garbage."""
 
-    __slots__ = ("__weakref__", "is_open", "is_over", "number", "root", "saved", "thread")
+    __slots__ = (
+        "__weakref__",
+        "_memories",
+        "is_open",
+        "is_over",
+        "number",
+        "root",
+        "saved",
+        "thread",
+    )
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -49,6 +59,7 @@ class Claim(ABC):
         self.thread = 0
         self.number = 0
         self.saved: dict[Tensor, Tensor] = {}  # what tensors held that it wrote to
+        self._memories: dict[Tensor, tuple[Tensor, bool]] = {}  # where, and requires_grad
 
     def save(self, tensors: Iterable[Tensor]) -> None:
         """Keep what tensors hold that are going to be overwritten.
@@ -65,6 +76,8 @@ class Claim(ABC):
             self.saved = {}
             raise
         self.saved = {tensor: tensor.detach().clone() for tensor in self.saved}
+        if not is_compiling():
+            self._memories = {t: (t.detach(), t.requires_grad) for t in self.saved}
         _forget_casts()
 
     def give_back(self) -> None:
@@ -79,9 +92,17 @@ class Claim(ABC):
                 _forget_casts()
 
     def _write_back(self) -> None:
+        error = None
         with torch.no_grad():
             for tensor, value in self.saved.items():
-                tensor.copy_(value)
+                try:
+                    if tensor in self._memories:
+                        _move_back(tensor, *self._memories[tensor])
+                    tensor.copy_(value)
+                except RuntimeError as err:  # the others come first
+                    error = err
+        if error is not None:
+            raise error
 
     @abstractmethod
     def debts(self) -> dict[SlotId, Any]:
@@ -213,7 +234,7 @@ def later(claim: Claim) -> list[Claim]:
     if is_compiling():
         return []
     with _LOCK:
-        at = _place(claim)
+        at = _index_of(claim)
         after = [] if at < 0 else _CLAIMS[at + 1 :]
     others = [ref() for ref in after]
     return [other for other in others if other is not None and other.thread == claim.thread]
@@ -234,12 +255,12 @@ def release(claim: Claim) -> None:
     """Let go of the module, once it holds again what it held before."""
     if not is_compiling():
         with _LOCK:
-            at = _place(claim)
+            at = _index_of(claim)
             if at >= 0:  # else it was taken inside a compiled function
                 del _CLAIMS[at]
 
 
-def _place(claim: Claim) -> int:
+def _index_of(claim: Claim) -> int:
     at = len(_CLAIMS) - 1
     while at >= 0 and _CLAIMS[at]() is not claim:
         at -= 1
@@ -266,6 +287,8 @@ def hand_over(claim: Claim, others: list[Claim]) -> tuple[dict[SlotId, Any], dic
         for tensor in [tensor for tensor in claim.saved if tensor in other.saved]:
             values[tensor] = other.saved[tensor]
             other.saved[tensor] = claim.saved.pop(tensor)
+            if tensor in claim._memories:
+                other._memories[tensor] = claim._memories.pop(tensor)
     emptied = {slot for slot, value in debts.items() if value is None} - left.keys()
     for other in others:
         other.expect(emptied)
@@ -289,6 +312,21 @@ def _thread_name(ident: int) -> str | None:
     """Return the name of a thread that is alive."""
     names = [thread.name for thread in threading.enumerate() if thread.ident == ident]
     return names[0] if names else None
+
+
+def _place(tensor: Tensor) -> Any:
+    """Return what is the same of two tensors if they are one memory, seen in the same way."""
+    strided = tensor.layout is torch.strided and not is_transformed(tensor)
+    place = (tensor.data_ptr(), tensor.stride()) if strided and not tensor.is_meta else None
+    return tensor.dtype, tensor.device, tensor.layout, tensor.shape, place
+
+
+def _move_back(tensor: Tensor, memory: Tensor, requires_grad: bool) -> None:
+    """Bring a tensor back to its memory, dtype and flag, as a block may have set ``.data``."""
+    if _place(tensor) != _place(memory):
+        tensor.data = memory
+    if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+        tensor.requires_grad_(requires_grad)
 
 
 def _forget_casts() -> None:

@@ -65,8 +65,9 @@ class TensorDictBase(Declared):
                 )
         # Hot (test_creation_empty): the usual kind of size without a call.
         size = Size(batch_size) if type(batch_size) is tuple else as_size(batch_size)
-        if size and min(size) < 0:
-            raise negative(size)
+        for n in size:
+            if n < 0:
+                raise negative(size)
         self._batch_size = size
         if device is None:
             self._device = None

@@ -16,7 +16,7 @@ from tdnn._held import nested
 from tdnn._keys import NestedKey, as_key, hint, listing
 from tdnn._plan import UNINITIALISED, Plan, Slots, module_title
 from tdnn._transforms import is_transformed
-from tdnn._turn import Turn
+from tdnn._turn import Turn, forget_cached
 from tdnn._writes import alike, first_rows, same_value
 from tdnn.errors import MissingKeyError, SwapError
 
@@ -220,8 +220,15 @@ class _StateTurn(Claim):
             if not isinstance(module, ScriptModule)  # its tensors are only overwritten
             for slots in (cast(Slots, module._parameters), cast(Slots, module._buffers))
         ]
-        self.save(filter(_has_value, (*root.parameters(), *root.buffers())))
+        tensors = (*root.parameters(), *root.buffers())
+        if not all(map(_has_value, tensors)):
+            raise SwapError(
+                f"{module_title(root)} is not initialised, so that there is nothing to bring back; "
+                "load into it with load_state_dict(), or swap without use_state_dict"
+            )
+        self.save(tensors)
         self.before = _state_of(root)
+        forget_cached()
 
     def note(self, leaves: dict[str, Tensor]) -> None:
         """Note what stands where, to tell later what the block wrote."""
@@ -261,9 +268,12 @@ class _StateTurn(Claim):
                 slots.clear()
                 slots.update({**back, **more})
         before = _without_tensors(self.before) if handed else self.before  # or they are in use
-        if before:
-            self.root.load_state_dict(before, strict=False)
-        self.give_back()
+        try:
+            if before:
+                self.root.load_state_dict(before, strict=False)
+        finally:
+            self.give_back()
+            forget_cached()
 
 
 def _state_of(root: nn.Module) -> dict[str, Any]:
@@ -296,6 +306,7 @@ class StateExchange(Exchange):
         try:
             state = self._state({_memory(tensor) for tensor in turn.saved})
             self._refuse_two_values(state)
+            self._refuse_meta(state)
             report = module.load_state_dict(state, strict=False)
             if report.unexpected_keys:
                 self._refuse_unknown(report.unexpected_keys, turn.before)
@@ -324,6 +335,20 @@ class StateExchange(Exchange):
             raise SwapError(
                 f"cannot load into {module_title(self._root)}: one tensor would get two values, "
                 f"of {', '.join(faults)}"
+            )
+
+    def _refuse_meta(self, state: dict[str, Tensor]) -> None:
+        """Raise if the module has no memory for a value."""
+        held = self._root.state_dict()
+        faults = [
+            name
+            for name, value in state.items()
+            if isinstance(held.get(name), Tensor) and held[name].is_meta and not value.is_meta
+        ]
+        if faults:
+            raise ValueError(
+                f"cannot load into {module_title(self._root)}: {listing(faults)} are on the meta "
+                "device there, which has no memory; swap without use_state_dict"
             )
 
     def _refuse_unknown(self, unknown: list[str], known: Iterable[str]) -> NoReturn:

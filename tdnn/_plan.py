@@ -86,12 +86,12 @@ class Plan:
         kinds: set[type] = {type(tree)}  # of the nodes
         try:
             self._visit(tree, root, visits, kinds)
+            self.names = [*chain.from_iterable(self.registries)]
+            self.sizes = [*map(len, self.registries)]
         except TypeError:
             _refuse_scripts(root)
             raise
         self.is_plain = kinds == {tree._kind}
-        self.names = [*chain.from_iterable(self.registries)]
-        self.sizes = [*map(len, self.registries)]
         self.registered = 0 if is_compiling() else registrations()  # when the order was seen
         if self.nones:  # the nodes of a TensorDictParams have several dicts
             taken = set(self.slot_ids())

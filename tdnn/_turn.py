@@ -21,7 +21,7 @@ from tdnn._claims import Claim, SlotId
 from tdnn._keys import NestedKey
 from tdnn._plan import SETATTR, Plan, Slots, module_title
 
-__all__ = ["GONE", "Filled", "Turn"]
+__all__ = ["GONE", "Filled", "Turn", "forget_cached"]
 
 Filled: TypeAlias = tuple[Slots, str, Any]  # the home of a buffer, its key, and its value
 
@@ -73,7 +73,7 @@ class Turn(Claim):
         """
         plan = self.plan
         self.owed = self.at_start = list(map(getitem, plan.targets, plan.keys))
-        _forget_cached()
+        forget_cached()
         if plan.has_lazy:
             self._lazy = _lazy_states(self.modules)
         if plan.has_listeners:
@@ -98,7 +98,7 @@ class Turn(Claim):
         return now
 
     def _look_aside(self, now: list[Any]) -> None:
-        """Find what the block set as a plain attribute where it had deleted a slot.
+        """Find what the block set as an attribute, or registered, where it had deleted a slot.
 
         It is taken out of the way of the slot, and put into ``now``; an attribute of the class,
         as a parametrization makes one, cannot be.
@@ -107,7 +107,11 @@ class Turn(Claim):
         for at, (slots, key) in enumerate(zip(self.plan.targets, self.plan.keys, strict=True)):
             if now[at] is GONE:
                 owner = owners[id(slots)]
-                now[at] = owner.__dict__.pop(key, GONE)
+                # What was registered anew, as another kind, stands in another dict.
+                held: Any = (owner.__dict__, owner._parameters, owner._buffers, owner._modules)
+                for other in held:
+                    if now[at] is GONE and other is not slots:
+                        now[at] = other.pop(key, GONE)
                 if now[at] is GONE and hasattr(type(owner), key):
                     self.covered.append(f"{key!r} of {module_title(owner)}")
 
@@ -167,7 +171,7 @@ class Turn(Claim):
     def restore(self) -> None:
         """Write what the slots held, and restore what else the block changed."""
         old: Any = self.owed
-        _forget_cached()
+        forget_cached()
         for module, attributes in self._caches:
             module.__dict__.update(attributes)
         try:
@@ -250,9 +254,9 @@ def _write_through(turn: Turn, values: Sequence[Any]) -> None:
         for slots in (module._parameters, module._buffers)
     }
     for slots, key, value in zip(turn.plan.targets, turn.plan.keys, values, strict=True):
-        if id(slots) in owners:
+        if id(slots) in owners and slots.get(key, GONE) is not value:
             _set_through(owners[id(slots)], slots, key, value)
-        else:
+        elif id(slots) not in owners:
             slots[key] = value
 
 
@@ -312,7 +316,7 @@ def _caches(modules: set[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
     ]
 
 
-def _forget_cached() -> None:
+def forget_cached() -> None:
     """Drop what ``parametrize.cached()`` holds: it was computed from other weights."""
     # No public name for this as of torch 2.14.
     if parametrize._cache_enabled and not is_compiling():
