@@ -91,13 +91,17 @@ class Claim(ABC):
             finally:
                 _forget_casts()
 
+    def move_back(self) -> None:
+        """Bring the tensors back to their memory, dtype and flags, which a block may have set."""
+        for tensor, memory in self._memories.items():
+            _move_back(tensor, *memory)
+
     def _write_back(self) -> None:
         error = None
+        self.move_back()
         with torch.no_grad():
             for tensor, value in self.saved.items():
                 try:
-                    if tensor in self._memories:
-                        _move_back(tensor, *self._memories[tensor])
                     tensor.copy_(value)
                 except RuntimeError as err:  # the others come first
                     error = err
@@ -322,7 +326,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def _move_back(tensor: Tensor, memory: Tensor, requires_grad: bool) -> None:
-    """Bring a tensor back to its memory, dtype and flag, as a block may have set ``.data``."""
+    """Bring a tensor back to its memory and its flag."""
     if _place(tensor) != _place(memory):
         tensor.data = memory
     if tensor.is_leaf and tensor.requires_grad is not requires_grad:

@@ -44,7 +44,9 @@ class Operators(TensorDictBase):
     __slots__ = ()
 
     __array_ufunc__ = None  # numpy leaves `array + tree` to the tree
-    __hash__ = object.__hash__  # by identity, like a tensor: __eq__ does not give a bool
+
+    def __hash__(self) -> int:  # by identity, like a tensor: __eq__ does not give a bool
+        return id(self)
 
     def __neg__(self) -> Self:
         return combine(self, torch.neg)

@@ -267,6 +267,7 @@ class _StateTurn(Claim):
                 more = {key: value for key, value in slots.items() if key not in back}
                 slots.clear()
                 slots.update({**back, **more})
+        self.move_back()
         before = _without_tensors(self.before) if handed else self.before  # or they are in use
         try:
             if before:
