@@ -129,7 +129,7 @@ def test_use_state_dict_needs_a_module_with_memory():
     tree = TensorDict.from_module(nn.Linear(2, 2)).data
     with pytest.raises(ValueError, match=r"\['weight', 'bias'\] are on the meta device there"):
         tree.to_module(nn.Linear(2, 2, device="meta"), use_state_dict=True)
-    with pytest.raises(SwapError, match="LazyLinear.* is not initialised"):
+    with pytest.raises(SwapError, match=r"LazyLinear.* is not initialised"):
         tree.to_module(nn.LazyLinear(2), use_state_dict=True)
 
 
