@@ -278,7 +278,9 @@ def _check_dtypes(
 
 def _check_divisors(tree: TensorDictBase, fn: Callable[..., Any], columns: list[Column]) -> None:
     """Look for a division of integers by zero, of which torch tells only when it gets there."""
-    if fn not in (Tensor.floor_divide_, Tensor.remainder_) or torch.compiler.is_compiling():
+    if fn not in (Tensor.floor_divide_, Tensor.remainder_):
+        return
+    if torch.compiler.is_compiling() or in_transform():  # where Python sees no values
         return
     for leaf, divisor in _rows(columns):
         if leaf.dtype.is_floating_point or leaf.is_complex() or leaf.is_meta:

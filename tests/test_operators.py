@@ -250,3 +250,12 @@ def test_a_division_of_integers_by_zero_is_found_before_the_first_write(divide, 
         divide(td, given)
     assert (td["a"].tolist(), td["b"].tolist()) == ([5, 7], [5, 7])
     assert divide(td, 2)["b"].tolist() == divide(torch.tensor([5, 7]), 2).tolist()
+
+
+def test_integers_are_divided_in_place_inside_vmap():
+    def halve(row):
+        row //= 2
+        return row
+
+    td = TensorDict({"a": torch.tensor([5, 7])}, [2])
+    assert torch.vmap(halve)(td)["a"].tolist() == [2, 3]
