@@ -252,10 +252,10 @@ def test_a_division_of_integers_by_zero_is_found_before_the_first_write(divide, 
     assert divide(td, 2)["b"].tolist() == divide(torch.tensor([5, 7]), 2).tolist()
 
 
-def test_integers_are_divided_in_place_inside_vmap():
-    def halve(row):
-        row //= 2
+def test_the_rest_of_a_division_in_place_is_known_inside_vmap():
+    def rest(row):
+        row %= 4
         return row
 
     td = TensorDict({"a": torch.tensor([5, 7])}, [2])
-    assert torch.vmap(halve)(td)["a"].tolist() == [2, 3]
+    assert torch.vmap(rest)(td)["a"].tolist() == [1, 3]
