@@ -252,6 +252,7 @@ def test_a_division_of_integers_by_zero_is_found_before_the_first_write(divide, 
     assert divide(td, 2)["b"].tolist() == divide(torch.tensor([5, 7]), 2).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own loop
 def test_the_rest_of_a_division_in_place_is_known_inside_vmap():
     def rest(row):
         row %= 4
