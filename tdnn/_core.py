@@ -63,12 +63,13 @@ class TensorDictBase(Declared):
                 raise TypeError(
                     f"{type(self).__name__} is made from a mapping or a tree, not {source!r}"
                 )
-        # Hot (test_creation_empty): the usual kind of size without a call.
-        size = Size(batch_size) if type(batch_size) is tuple else as_size(batch_size)
-        for n in size:
-            if n < 0:
-                raise negative(size)
-        self._batch_size = size
+        if type(batch_size) is tuple:  # Hot (test_creation_empty): the usual kind without a call.
+            self._batch_size = size = Size(batch_size)
+            for n in size:
+                if n < 0:
+                    raise negative(size)
+        else:
+            self._batch_size = as_size(batch_size)
         if device is None:
             self._device = None
         else:
